@@ -6,27 +6,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from tests.support.tiny import Tiny
 
 BREAKS, STEPS = 4, 9
-
-
-class Chatty(Tiny):
-    """The same as a program of a flow."""
-
-    def __init__(self, way: str):
-        super().__init__()
-        self._way = way
-
-    def _interfere(self, step: int) -> None:
-        if step == BREAKS:
-            WAYS[self._way]()
-        logging.getLogger("ckpt_tasks").warning("step %d", step)
 
 
 def become(end: int) -> None:
@@ -60,15 +45,9 @@ WAYS: dict[str, Callable[[], object]] = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train as a flow, or in a loop of a program that logs with rich, and leaves the Checkpointer open or not."""
+    """Train in a loop of a program that logs with rich, and leaves the Checkpointer open or not."""
     run_dir, way, entry = arguments
     config = CheckpointConfig(checkpoint_dir=run_dir, step_interval=1, memory_dir=None)
-    if entry == "flow":
-        from ckpt_tasks.flows.train import train as flow
-
-        given: dict[str, Any] = {"program": "tests.crash.chatty:Chatty", "params": {"way": way}, "batch_steps": 3}
-        flow(run_key="chatty", total_steps=STEPS, checkpoint=config, **given)
-        return
     if entry == "close":
         from rich.console import Console
         from rich.logging import RichHandler

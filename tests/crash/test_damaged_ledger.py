@@ -16,6 +16,7 @@ from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
 from ckpt_tasks.storage.local import LocalStore
 from tests.support import syncs
 from tests.support.runs import UNTOUCHED, fingerprint, head_of, on_disk, opened, restored, state_of, train
+from tests.support.sweeps import quick_first
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def zero_commits(root: Path) -> None:
         zero(path)
 
 
-@pytest.mark.parametrize("harm", [delete_all, zero_all, zero_commits])
+@pytest.mark.parametrize("harm", quick_first([delete_all, zero_all, zero_commits], 2))
 def test_a_lost_ledger_is_never_taken_for_a_new_run(root: Path, harm: Callable[[Path], None]) -> None:
     """P35, P49, P60: restore and save say what is lost, again and again, as a retry would ask; no object is touched."""
     harm(root)
@@ -116,8 +117,8 @@ def note(root: Path) -> None:
     history.append({"kind": "note", "note": "x"}, lambda state, n: state, owner=history.head().state.owner)
 
 
-@pytest.mark.parametrize("event", [lease, evaluate, own, note])
-@pytest.mark.parametrize("lost", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("event", quick_first([own, lease, note, evaluate], 2))
+@pytest.mark.parametrize("lost", quick_first([2, 1]))
 def test_whatever_is_appended_above_a_damaged_entry_spares_what_that_named(
     root: Path, event: Callable[[Path], None], lost: int
 ) -> None:
@@ -158,7 +159,7 @@ def test_what_a_lost_checkpoint_reuses_is_not_deleted_with_the_checkpoint_that_w
         assert len(list(run_dir.glob("checkpoint_*/*/*.safetensors"))) == 6
 
 
-@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("which", quick_first(range(5), 2))
 def test_one_damaged_entry_never_loses_more_than_itself(root: Path, which: int) -> None:
     """P49: whichever single entry is damaged, the newest checkpoint that a good entry names is restored exactly."""
     zero(entries(root)[which])

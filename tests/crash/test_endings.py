@@ -137,12 +137,9 @@ def check(case: Case, way: str, style: str) -> None:
         assert source.startswith(case.hosts if case.hosts and not clean else case.location.url), source
 
 
-# Ends that tests/checkpoint/save/test_pipeline.py and tests/storage/test_progress.py have on a local disk are not here.
-QUICK = [
-    ("local", "SIGTERM", "with"),
-    ("s3", "daemon thread", "alone"),
-    ("s3 and local_dir", "os._exit", "alone"),
-]
+# Ends that tests/checkpoint/save/test_pipeline.py and tests/storage/test_progress.py have on a local disk are not here,
+# nor those with copies of tests/checkpoint/memory/test_local_copies.py.
+QUICK = [("local", "SIGTERM", "with"), ("s3", "daemon thread", "alone")]
 
 
 # A thread that goes on after close() takes the directory again.

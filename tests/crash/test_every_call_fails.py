@@ -25,8 +25,8 @@ from tests.support.systems import Sleepless, running_on
 
 # The quick form strikes every so many calls of these, the long one each call of all.
 QUICK = {
-    ("save", "refused"): 17, ("save", "landed"): 31, ("fork", "refused"): 37,
-    ("save", "killed before"): 29, ("fork", "killed before"): 47,
+    ("save", "refused"): 23, ("save", "landed"): 41, ("fork", "refused"): 47,
+    ("save", "killed before"): 37, ("fork", "killed before"): 59,
 }  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_whatever_call_fails_the_same_again_finishes(directory: Path, name: str,
 
 @pytest.mark.parametrize(
     ("mode", "stride"),
-    [("refused", 23), *(pytest.param(mode, 1, marks=pytest.mark.slow) for mode in ("refused", "landed"))],
+    [("refused", 37), *(pytest.param(mode, 1, marks=pytest.mark.slow) for mode in ("refused", "landed"))],
 )
 def test_the_same_process_can_try_again_after_any_failed_call(directory: Path, mode: Mode, stride: int) -> None:
     """P32: after any failed call the same Checkpointer restores and saves the same step again, beside what was left."""
@@ -142,7 +142,7 @@ def copies(directory: Path, name: str, stride: int) -> Iterator[tuple[int, Path]
             shutil.rmtree(beside)
 
 
-@strides(19)
+@strides(29)
 @pytest.mark.parametrize("name", quick_first(READERS, 2))
 def test_a_read_that_fails_once_changes_nothing(directory: Path, name: str, stride: int) -> None:
     """P35, P49: after one EIO at any read the run is as it would be without it: no error, no older step, no damage.
@@ -165,7 +165,7 @@ def test_a_read_that_fails_once_changes_nothing(directory: Path, name: str, stri
     assert n > 20
 
 
-@strides(19)
+@strides(29)
 @pytest.mark.parametrize("name", quick_first([*READERS][::-1], 3))
 def test_a_disk_that_stops_answering_is_an_error_and_loses_nothing(directory: Path, name: str, stride: int) -> None:
     """P35, P49: where reads fail from the n-th on, StoreError says so, and what was committed is live and whole."""

@@ -7,8 +7,6 @@ import logging
 import os
 import random
 import shutil
-import signal
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -28,7 +26,6 @@ from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.testing import die, seal, settle, under_way
 from tests.crash.lives import SIZE, Fate, Life, end_threads, fated, seals, slots, state_of, step_of
 from tests.support.cli_runs import flip
-from tests.support.interpreters import Python
 from tests.support.pipelines import Gate, Refusing, committed, gate, give_calls, opened
 from tests.support.sweeps import quick_first
 from tests.support.syncs import state_of as frozen_state
@@ -114,8 +111,9 @@ HARMS: dict[str, Callable[[Path], None]] = {
     **{f"{how} {file}": harmed(file, how) for how in ("flip", "cut", "gone") for file in FILES},
     "unsealed": unseal_all,
 }
-QUICK = {("none", "refused"), ("none", "stored"), (f"flip {FILES[0]}", "refused")}
-QUICK |= {(harm, "stuck") for harm in HARMS if not harm.startswith(("cut", "gone"))}
+# A harm of each file, and none.
+QUICK = {("none", "stored"), (f"flip {FILES[0]}", "refused"), ("unsealed", "stuck")}
+QUICK |= {(f"flip {file}", "stuck") for file in FILES}
 
 
 @pytest.mark.parametrize(
@@ -373,27 +371,3 @@ def test_a_second_process_keeps_its_snapshots_to_itself(
         assert second.restore(state_of(0)) == 1
         assert "of this process holds" in caplog.text
     first.end()
-
-
-@pytest.mark.slow
-def test_sigterm_does_not_wait_for_a_store_for_ever(run_dir: Path, memory: Path) -> None:
-    """P43: at SIGTERM a store that hangs is given `flush_timeout_s`; the step is in memory, and restored from there."""
-    code = f"""
-        import itertools, time
-        from pathlib import Path
-        from tests.crash.lives import state_of
-        from tests.support.pipelines import Gate, opened
-        options = dict(memory_dir={str(memory)!r}, flush_timeout_s=1.0)
-        with opened(Path({str(run_dir)!r}), Gate(), **options) as ckpt:
-            for step in itertools.count(1):
-                ckpt.step(step, state_of(step))
-                print(step, flush=True)
-                time.sleep(0.05)
-    """
-    with Python("-c", textwrap.dedent(code)) as child:
-        reached = next(int(line) for line in child.stdout if int(line) == 3)
-        child.send(signal.SIGTERM)
-        assert child.ends(30).returncode == -signal.SIGTERM  # the gate lets a write go after 60 s
-    assert committed(run_dir) == []
-    with opened(run_dir, memory_dir=str(memory)) as ckpt:
-        assert ckpt.restore(state := state_of(0)) == step_of(state) >= reached

@@ -12,7 +12,6 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from tests.support.interpreters import python
-from tests.support.sweeps import quick_first
 
 # A resumed process ends without close() while memory is made for its first save, in 128 slow pieces.
 _ENDS = """
@@ -49,7 +48,8 @@ begun.wait()
 """
 
 
-@pytest.mark.parametrize("interrupted", quick_first([False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupted", [False, True])
 def test_no_thread_makes_memory_at_the_end_of_the_interpreter(run_dir: Path, interrupted: bool) -> None:
     """Also if Ctrl-C ends Python's own wait for it: the exit waits for the piece under way, and for no other one."""
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=None)) as ckpt:

@@ -25,7 +25,7 @@ from tests.support.runs import run_of
 from tests.support.waiting import until
 
 # Each save is one upload in two parts (the ballast), a few single objects, and a commit; the newest three are kept.
-_STEPS, _INTERVAL = 30, 3
+_STEPS, _INTERVAL = 18, 3
 _LOOP = ["--steps", str(_STEPS), "--interval", str(_INTERVAL), "--ballast-mib", "20", "--private"]
 
 _REQUESTS: list[Mapping[str, Any]] = [

@@ -10,37 +10,15 @@ import pytest
 from ckpt_tasks import open_run
 from tests.crash.chatty import STEPS, WAYS
 from tests.support.interpreters import python
-
-QUICK = (("its reader left", "close"), ("it is closed", "alone"))
-ALL = [
-    pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in product(WAYS, ("close", "alone", "flow"))
-]
+from tests.support.sweeps import quick_first
 
 
-@pytest.mark.parametrize(("way", "entry"), ALL)
-def test_training_goes_on_to_its_end(run_dir: Path, way: str, entry: str, request: pytest.FixtureRequest) -> None:
-    """Every step is committed and the run is released, although no line that is logged can be written.
-
-    Also where Prefect logs, whose console ends the process when its reader has left.
-    """
-    environment = request.getfixturevalue("server") if entry == "flow" else None
-    done = python("-m", "tests.crash.chatty", run_dir, way, entry, environment=environment)
+@pytest.mark.parametrize(("way", "entry"), quick_first(product(WAYS, ("close", "alone"))))
+def test_training_goes_on_to_its_end(run_dir: Path, way: str, entry: str) -> None:
+    """Every step is committed and the run is released, although no line that is logged can be written."""
+    done = python("-m", "tests.crash.chatty", run_dir, way, entry)
     run = open_run(str(run_dir))
     owner = run.head().state.owner
     assert run.find("latest").step == STEPS, done.stderr
     assert owner is not None
     assert owner.released, done.stderr
-
-
-@pytest.mark.slow
-def test_the_last_line_of_a_process_may_be_unread() -> None:
-    """What is not committed at the end of the interpreter is reported on stderr; a closed one, or none, is no error."""
-    code = """
-import sys
-from ckpt_tasks.checkpoint.save.ending import report_lost
-sys.stderr.close()
-report_lost(ValueError("x"), kept=False)
-sys.stderr = None
-report_lost(ValueError("x"), kept=False)
-"""
-    assert python("-c", code).returncode == 0

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -68,7 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ballast-bytes", type=int, default=1 << 10)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--owner-timeout-s", type=float, default=120)
-    parser.add_argument("--entered", action="store_true", help="hold signals back until a step is saved")
     parser.add_argument("--stop-before", type=json.loads, help="[name of a call, in its path, which one]")
     options = parser.parse_args(arguments)
     logging.getLogger("ckpt_tasks").setLevel(logging.ERROR)  # it begins with a state that looks trained
@@ -83,8 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             owner_timeout_s=options.owner_timeout_s,
         )
     )
-    with ckpt if options.entered else nullcontext():
-        train(ckpt, options.steps, options.ballast_bytes)
+    train(ckpt, options.steps, options.ballast_bytes)
     ckpt.close()
 
 

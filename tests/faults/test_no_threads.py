@@ -144,6 +144,7 @@ print("sympy" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_restore_imports_no_compiler(run_dir: Path) -> None:
     """Half a second of a resume: torch imports sympy to make a tensor like one without values."""
     done = subprocess.run([sys.executable, "-c", _WITHOUT, str(run_dir)], capture_output=True, text=True, check=False)

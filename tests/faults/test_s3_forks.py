@@ -12,13 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
 
 from ckpt_tasks.storage import objects
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.s3 import S3Requests
-from tests.faults.s3_runs import Place, is_state, state_of
+from tests.faults.s3_runs import Place
 
 LATE_S = 30
 
@@ -96,29 +95,3 @@ def test_a_fork_while_another_thread_opens_the_store(place: Place, monkeypatch: 
     finally:
         done.set()
         thread.join()
-
-
-class Samples(Dataset[int]):
-    """Samples that lie in the object store."""
-
-    def __init__(self, store: Store):
-        self.store = store
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> int:
-        return int(self.store.get(f"samples/{index}", 10))
-
-
-def test_workers_of_a_data_loader_use_the_store_while_training_saves(place: Place, store: ObjectStore) -> None:
-    """P22: two forked workers read their samples from the store that the trainer saves to, before and after."""
-    with place.run(storage_options=place.server.storage_options) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step))
-            loader = DataLoader(Samples(store), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60)
-            assert sorted(int(one) for batch in loader for one in batch) == [*range(10)]
-    state = state_of(0)
-    with place.run(storage_options=place.server.storage_options) as ckpt:
-        assert ckpt.restore(state) == 2
-    assert is_state(state, 2)

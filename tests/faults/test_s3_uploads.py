@@ -40,7 +40,7 @@ WHOLE = [  # … and whether the object is there when the first request has ende
 ]
 
 
-@pytest.mark.parametrize(("fault", "there"), quick_first(WHOLE, 3), ids=named)
+@pytest.mark.parametrize(("fault", "there"), quick_first(WHOLE, 5), ids=named)
 def test_an_object_arrives_whole_and_is_sent_twice_only_where_it_is_not_there(
     place: Place, fault: Fault, there: bool
 ) -> None:
@@ -120,7 +120,7 @@ ENDS = [  # the fault, and whether the object is there all the same
             ("CreateMultipartUpload", Fault(drop_answer=True), False),
             *(("CompleteMultipartUpload", *end) for end in ENDS),
         ],
-        3,
+        4,
     ),
     ids=named,
 )

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from ckpt_tasks import CheckpointConfig, Location
+from ckpt_tasks import CheckpointConfig, Checkpointer, Location
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.flows.prefect.config import config_of_run
+from tests.support.cli_runs import ckpt
 
 SECRET = "hunter2"
 
@@ -37,17 +38,26 @@ def test_a_location_that_is_none_is_refused(url: Any, options: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     ("name", "instead"),
-    [("hdfs:/x", "s3, "), ("dbfs:/x", "gs, "), ("s3//b/x", "s3://b/x"), ("s3:/b/x", "s3://b/x"), ("gs//b", "gs://b")],
-)
-def test_a_misspelled_url_is_no_directory(name: str, instead: str) -> None:
-    """It is refused with what works, before a directory of that name is made."""
+    [
+        ("hdfs:/x", "s3, "), ("dbfs:/x", "gs, "), ("s3//b/x", "s3://b/x"), ("s3:/b/x", "s3://b/x"), ("gs//b", "gs://b"),
+        ("gs:b/x", "gs://b/x"), ("block:/b/x", "block://b/x"), ("file:/tmp/x", "Write /tmp/x"),
+    ],
+)  # fmt: skip
+def test_a_misspelled_url_is_no_directory(
+    name: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Checkpointer and the command line refuse it with what works, before a directory of that name is made."""
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="is not a place") as caught:
-        Location(name).open()
+        Checkpointer(CheckpointConfig(checkpoint_dir=name))
     assert instead in str(caught.value)
     assert f"./{name}" in str(caught.value)
+    assert instead in ckpt("ls", name).err
+    assert list(tmp_path.iterdir()) == []
+    assert Location(f"./{name}").resolve().url == f"./{name}"
 
 
-@pytest.mark.parametrize("name", ["s3/x", "s3b//x", "a:b", "a/b:c/d", "C:/x", "./hdfs:/x", "./s3//x", "x//y"])
+@pytest.mark.parametrize("name", ["s3/x", "s3b//x", "a:b", "a/s3:/d", "C:/x", "./hdfs:/x", "./s3//x", "x//y"])
 def test_a_directorys_name_may_look_like_a_url(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A colon or a double slash elsewhere in a path is part of a name."""
     monkeypatch.chdir(tmp_path)

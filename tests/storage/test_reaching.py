@@ -13,7 +13,7 @@ from ckpt_tasks.checkpoint import acquiring
 from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.memory.memory import MemoryDirectory, private_root
 from ckpt_tasks.cli import output
-from ckpt_tasks.errors import ConfigError, StoreError
+from ckpt_tasks.errors import StoreError
 from ckpt_tasks.flows.console import TerminalTraining, evaluate_in_terminal
 from ckpt_tasks.storage.locations import Location
 from tests.support.cli_runs import ckpt, save_steps
@@ -89,17 +89,3 @@ def test_a_store_that_has_answered_this_host_keeps_its_patience(tmp_path: Path) 
         acquiring.await_store(store, cache)
     MemoryDirectory(private_root(tmp_path), "0a", store.url).close(keep=True)
     acquiring.await_store(store, cache)
-
-
-@pytest.mark.parametrize(
-    "name", quick_first(["s3:/bucket/run", "gs:bucket/run", "az:/c/run", "block:/lab/run", "file:/tmp/run"], 3)
-)
-def test_a_scheme_without_its_slashes_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A misspelled URL is no directory of that name, for the library and for the command line; ./ says that it is."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="is not a place: after"):
-        Checkpointer(CheckpointConfig(checkpoint_dir=name))
-    assert "Write " in ckpt("ls", name).err
-    assert list(tmp_path.iterdir()) == []
-    for directory in (f"./{name}", "a:b", "runs/s3:/x"):
-        assert Location(directory).resolve().url == directory
