@@ -194,21 +194,19 @@ def test_a_loader_that_counts_batches_is_told_with_its_samples(
     assert "The run has trained 3 batches of the epoch, and its loader continues after as many of the present" in block
 
 
-def test_a_second_fold_in_the_same_directory_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first fold's end is restored, no batch is trained, and a warning says so."""
-    fit(tmp_path, None)
+def test_an_ended_run_trains_on_with_the_next_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that has ended and is given more epochs trains their samples, or a warning says that it may not.
+
+    Without more, as a second fold in its directory, no batch is trained, and a warning says so.
+    """
+    whole = fit(tmp_path / "whole", None, epochs=4).seen
+    first = fit(tmp_path, None).seen
     with caplog.at_level(logging.INFO, "ckpt_tasks"):
         assert fit(tmp_path, None).seen == []
-    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warned) == 1
-    assert "Nothing was left to train: the run in" in warned[0]
+    (warned,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert "Nothing was left to train: the run in" in warned
     assert "Resumed from step 12 of" in caplog.text
-
-
-def test_an_ended_run_trains_on_with_the_next_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run that has ended and is given more epochs trains their samples, or a warning says that it may not."""
-    whole = fit(tmp_path / "whole", None, epochs=4).seen
-    assert fit(tmp_path, None).seen + fit(tmp_path, None, epochs=4).seen == whole
+    assert first + fit(tmp_path, None, epochs=4).seen == whole
     assert "may repeat its first epochs" not in caplog.text
     for epochs in (2, 2, 3):
         assert "may repeat its first epochs" not in caplog.text
