@@ -103,6 +103,17 @@ def fetched_ahead(one: Program) -> None:
         one.step()
 
 
+def trained(form: Callable[[Program], None], interval: int, *, behind: bool = False) -> None:
+    """Run a form of a loop; `behind`: train once more after it."""
+    config = CheckpointConfig(checkpoint_dir=located(MemoryStore()), step_interval=interval, memory_dir=None)
+    with Checkpointer(config) as ckpt:
+        one = Program(ckpt)
+        ckpt.restore(one.state)
+        form(one)
+        if behind:
+            one.train(torch.ones(2))
+
+
 RIGHT = [saved_behind, saved_behind_every_second, saved_in_accumulation, measured_behind, fetched_and_saved]
 
 
@@ -112,11 +123,7 @@ def test_a_batch_that_every_save_leaves_out_is_told(
     form: Callable[[Program], None], said: int, interval: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """P22: a loop that saves between a batch and its training hears so once; a right loop of any form does not."""
-    config = CheckpointConfig(checkpoint_dir=located(MemoryStore()), step_interval=interval, memory_dir=None)
-    with Checkpointer(config) as ckpt:
-        one = Program(ckpt)
-        ckpt.restore(one.state)
-        form(one)
+    trained(form, interval)
     assert caplog.text.count("The loop draws a batch, saves, and then trains the batch") == said
     assert len(caplog.messages) <= 1
 
@@ -160,10 +167,5 @@ def test_a_save_between_two_steps_of_a_batch_is_told(
 
     A step behind the epochs, as a last accumulation, is of no batch.
     """
-    config = CheckpointConfig(checkpoint_dir=located(MemoryStore()), step_interval=interval, memory_dir=None)
-    with Checkpointer(config) as ckpt:
-        one = Program(ckpt)
-        ckpt.restore(one.state)
-        form(one)
-        one.train(torch.ones(2))
+    trained(form, interval, behind=True)
     assert ["between two steps of one batch" in message for message in caplog.messages] == [True] * said

@@ -89,7 +89,7 @@ def by_length_refused(form: str) -> Iterator[list[str]]:
     assert all("range(loader.batch, len(loader))" in told for told in refused)
 
 
-@pytest.mark.parametrize(("form", "kind"), quick_first(product(FORMS, KINDS), 3))
+@pytest.mark.parametrize(("form", "kind"), quick_first(product(FORMS, KINDS), 5))
 def test_a_loop_of_any_form_goes_on_as_the_plain_loop(form: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Killed at the beginning, in and at the end of an epoch it trains as a plain loop, or its first save raises."""
     if form in REFUSED or (form in BEHIND and kind != "resumable"):
@@ -107,7 +107,7 @@ def test_a_loop_of_any_form_goes_on_as_the_plain_loop(form: str, kind: str, capl
 
 
 @pytest.mark.parametrize(
-    ("place", "form", "kind"), quick_first(product(product(range(4), (1, 2)), sorted(TOLD), KINDS), 7)
+    ("place", "form", "kind"), quick_first(product(product(range(4), (1, 2)), sorted(TOLD), KINDS), 11)
 )
 def test_a_count_that_no_source_shows_is_told(
     place: Place, form: str, kind: str, caplog: pytest.LogCaptureFixture

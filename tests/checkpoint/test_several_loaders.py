@@ -135,7 +135,7 @@ def config_of(store: MemoryStore) -> CheckpointConfig:
     return CheckpointConfig(checkpoint_dir=located(store), step_interval=1, memory_dir=None)
 
 
-@pytest.mark.parametrize(("form", "kind"), quick_first(product(FORMS, ["loader.epochs", "resumable"]), 3))
+@pytest.mark.parametrize(("form", "kind"), quick_first(product(FORMS, ["loader.epochs", "resumable"]), 5))
 def test_loaders_of_one_epoch_go_on_as_in_the_plain_loop(form: Any, kind: str, caplog: Any) -> None:
     """Killed in any of its loops, an epoch is entered again, and the passes that were over yield nothing."""
     plain: list[list[int]] = []

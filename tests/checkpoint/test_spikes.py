@@ -20,6 +20,7 @@ from ckpt_tasks.format.policy.spikes import SEEN
 from ckpt_tasks.state.data.sampler import ResumableSampler
 from tests.support.children import Child
 from tests.support.cli_runs import ckpt as command
+from tests.support.sweeps import quick_first
 
 BATCHES, TOTAL = 160, 140
 BAD = (113, 114, 115)
@@ -109,7 +110,7 @@ def test_a_spike_is_left_out_and_the_rest_is_as_if_it_had_never_been(run_dir: Pa
 
 @pytest.mark.parametrize(
     ("at", "to"),
-    [(50, 110), (114, 100), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((113, 113), (115, 100)))],
+    quick_first([(114, 100), (50, 110), (113, 113), (115, 100)]),
 )
 def test_a_new_process_has_the_same_window(run_dir: Path, at: int, to: int) -> None:
     """Whenever a process is killed, also within the spike, the next one goes back from the same step."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import socket
 import warnings
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 import transformers
 from accelerate import Accelerator
 from datasets import Dataset
-from torch.multiprocessing.spawn import start_processes
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
@@ -146,24 +144,6 @@ def both(leg: Leg) -> None:
     leg.folder /= "loop"
     (leg.folder / "memory").mkdir(parents=True, exist_ok=True)
     loop(leg)
-
-
-def ranks(leg: Leg) -> None:
-    """Train in two ranks, as torchrun starts them; a rank is killed, and its launcher ends the other one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with leg.ranks_end():
-        start_processes(_rank, (leg, port), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
-
-
-def _rank(rank: int, leg: Leg, port: int) -> None:
-    size = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    leg.label = f" of rank {rank}" if rank else ""
-    if rank != leg.options["killed"]:
-        leg.spare()
-    (loop if leg.options.get("loop") else train)(leg)
 
 
 def loop(leg: Leg) -> None:

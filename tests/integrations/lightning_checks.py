@@ -21,6 +21,9 @@ from ckpt_tasks.integrations.lightning import CkptCallback
 from ckpt_tasks.integrations.lightning_io import CkptCheckpointIO
 
 SAMPLES = 24
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("enable_checkpointing", "enable_model_summary", "enable_progress_bar", "logger"), False
+)
 
 
 class Stop(Exception):  # noqa: N818 (no error)
@@ -75,10 +78,7 @@ def fit(
         accelerator="cpu",
         accumulate_grad_batches=accumulate,
         callbacks=[CkptCallback(CheckpointConfig(checkpoint_dir=folder / "run", step_interval=1, memory_dir=None))],
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        logger=False,
+        **QUIET,
         max_epochs=epochs,
     )
     rows = torch.arange(24.0)[:, None] if data is None else data
@@ -106,10 +106,7 @@ def test_lightning_reloads_its_loaders_in_the_same_epochs(every: int, stop: int,
         trainer = lightning.Trainer(
             accelerator="cpu",
             callbacks=[CkptCallback(config)],
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=False,
-            logger=False,
+            **QUIET,
             max_epochs=5,
             reload_dataloaders_every_n_epochs=every,
         )
@@ -194,21 +191,19 @@ def test_a_loader_that_counts_batches_is_told_with_its_samples(
     assert "The run has trained 3 batches of the epoch, and its loader continues after as many of the present" in block
 
 
-def test_a_second_fold_in_the_same_directory_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first fold's end is restored, no batch is trained, and a warning says so."""
-    fit(tmp_path, None)
+def test_an_ended_run_trains_on_with_the_next_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that has ended and is given more epochs trains their samples, or a warning says that it may not.
+
+    Without more, as a second fold in its directory, no batch is trained, and a warning says so.
+    """
+    whole = fit(tmp_path / "whole", None, epochs=4).seen
+    first = fit(tmp_path, None).seen
     with caplog.at_level(logging.INFO, "ckpt_tasks"):
         assert fit(tmp_path, None).seen == []
-    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warned) == 1
-    assert "Nothing was left to train: the run in" in warned[0]
+    (warned,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert "Nothing was left to train: the run in" in warned
     assert "Resumed from step 12 of" in caplog.text
-
-
-def test_an_ended_run_trains_on_with_the_next_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run that has ended and is given more epochs trains their samples, or a warning says that it may not."""
-    whole = fit(tmp_path / "whole", None, epochs=4).seen
-    assert fit(tmp_path, None).seen + fit(tmp_path, None, epochs=4).seen == whole
+    assert first + fit(tmp_path, None, epochs=4).seen == whole
     assert "may repeat its first epochs" not in caplog.text
     for epochs in (2, 2, 3):
         assert "may repeat its first epochs" not in caplog.text
@@ -230,10 +225,7 @@ def validated(folder: Path, stop: int | None = None, epochs: int = 2) -> lightni
     lightning.seed_everything(1, verbose=False)
     data = TensorDataset(torch.arange(float(SAMPLES))[:, None])
     config = CheckpointConfig(checkpoint_dir=folder / "run", step_interval=4, memory_dir=folder)
-    quiet: dict[str, Any] = dict.fromkeys(
-        ("enable_checkpointing", "enable_model_summary", "enable_progress_bar", "logger"), False
-    )
-    trainer = lightning.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=[CkptCallback(config)], **quiet)
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=[CkptCallback(config)], **QUIET)
     with suppress(Stop), warnings.catch_warnings(action="ignore"):  # Lightning's own
         trainer.fit(Validated(stop, "ConstantLR"), ResumableLoader(data, batch_size=4), DataLoader(data, batch_size=8))
     return trainer
@@ -304,10 +296,7 @@ def test_what_a_state_forgets_is_told_under_lightning(
     trainer = lightning.Trainer(
         accelerator="cpu",
         callbacks=[CkptCallback(config), EMAWeightAveraging()],
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        logger=False,
+        **QUIET,
         max_epochs=1,
     )
     rows = TensorDataset(torch.arange(24.0)[:, None])

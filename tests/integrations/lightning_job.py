@@ -171,9 +171,7 @@ def own(leg: Leg) -> None:
 
 
 class OfMany(Bare):
-    """Records what its rank does, and what it is in the end; means of epochs are those of a rank."""
-
-    saving: CkptCallback | None = None
+    """Records what its rank does, and what it is in the end."""
 
     def record(self, what: str, value: float | str) -> None:
         self.leg.record(f"{what} of rank {self.global_rank}", self.global_step, value)
@@ -187,15 +185,9 @@ class OfMany(Bare):
         loss: torch.Tensor = (self.net(x) - y).square().mean()
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.record("loss", loss.item())
-        if self.saving is not None and self.saving.ckpt is not None:
-            self.leg.settle = self.saving.ckpt.wait
-        if self.global_rank == self.leg.options["killed"]:
+        if self.global_rank == 0:
             self.leg.within(self.global_step)
         return loss
-
-    def on_train_epoch_end(self) -> None:
-        if self.saving is not None:
-            self.record("mean", self.trainer.callback_metrics["loss_epoch"].item())
 
     def on_train_end(self) -> None:
         torch.manual_seed(0)
@@ -205,19 +197,14 @@ class OfMany(Bare):
 
 
 def ranks(leg: Leg) -> None:
-    """Train in two ranks, with Lightning's own checkpoints in our store or with CkptCallback; a rank is killed."""
+    """Train in two ranks, with Lightning's own checkpoints in our store; the first rank is killed."""
     data = seeded_sums()
-    config = CheckpointConfig(checkpoint_dir=leg.folder / "run", step_interval=1, memory_dir=None)
     every_step = ModelCheckpoint(leg.folder / "own", monitor="loss", every_n_train_steps=1, save_last=True)
-    net = OfMany(leg)
-    if leg.options.get("callback"):
-        net.saving = CkptCallback(config)
     trainer = lightning.Trainer(
         accelerator="cpu",
-        callbacks=[net.saving or every_step],
+        callbacks=[every_step],
         default_root_dir=leg.folder,
         devices=2,
-        enable_checkpointing=net.saving is None,
         enable_model_summary=False,
         enable_progress_bar=False,
         log_every_n_steps=1,
@@ -228,7 +215,7 @@ def ranks(leg: Leg) -> None:
     )
     loader = ResumableLoader(data, batch_size=4, shuffle=True)
     with leg.ranks_end():
-        trainer.fit(net, loader, ckpt_path="last" if net.saving is None else None)
+        trainer.fit(OfMany(leg), loader, ckpt_path="last")
 
 
 def evaluated(leg: Leg) -> None:

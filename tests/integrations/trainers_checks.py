@@ -18,6 +18,14 @@ from ckpt_tasks.integrations.huggingface import CkptMixin, CkptTrainer
 from tests.integrations.libraries_checks import Recording, check_stops, tokenizer, trained
 
 
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    """Return the arguments of eight steps of two samples."""
+    return TrainingArguments(
+        str(folder / "out"), max_steps=8, per_device_train_batch_size=2, save_strategy="no", report_to=[],
+        disable_tqdm=True, use_cpu=True, remove_unused_columns=False, **options,
+    )  # fmt: skip
+
+
 class Weighted(Trainer):
     """A Trainer that keeps a coefficient in files of its own; `place` says in which of the ways that people write."""
 
@@ -106,10 +114,7 @@ def test_what_a_trainer_keeps_in_its_own_files_is_state(kind: Any, place: str, l
         set_seed(1)
         net = torch.nn.Linear(4, 4)
         rows = [{"x": torch.randn(4)} for _ in range(24)]
-        args = TrainingArguments(
-            str(tmp_path / "out"), max_steps=8, per_device_train_batch_size=2, save_strategy="no", report_to=[],
-            disable_tqdm=True, use_cpu=True, learning_rate=0.1, logging_steps=1, remove_unused_columns=False,
-        )  # fmt: skip
+        args = arguments(tmp_path, learning_rate=0.1, logging_steps=1)
         recording = Recording(stop)
         trainer = kind(
             model=Squares(net),
@@ -131,8 +136,7 @@ def test_what_a_trainer_keeps_in_its_own_files_is_state(kind: Any, place: str, l
 @pytest.mark.parametrize(("kind", "said"), [(NeverRead, 1), (Before, 0), (ElsewhereSaved, 0), (CkptTrainer, 0)])
 def test_files_that_nothing_reads_are_told(kind: Any, said: int, tmp_path: Path, caplog: Any) -> None:
     """A class that writes into Trainer's checkpoints and reads it in a place of its own hears that it is not kept."""
-    args = TrainingArguments(str(tmp_path / "out"), report_to=[], use_cpu=True)
-    kind(model=Squares(torch.nn.Linear(4, 4)), args=args, train_dataset=[], checkpoint=tmp_path / "run")
+    kind(model=Squares(torch.nn.Linear(4, 4)), args=arguments(tmp_path), train_dataset=[], checkpoint=tmp_path / "run")
     assert len(caplog.messages) == said
     assert all("NeverRead overrides _save_checkpoint" in message for message in caplog.messages)
 
@@ -172,10 +176,7 @@ def test_what_a_state_forgets_is_told_under_a_trainer(
     Trainer zeroes the gradients of its model alone: those of a loss with parameters of its own go on for ever.
     """
     noise = Forgetful.generator = torch.Generator()
-    args = TrainingArguments(
-        str(tmp_path / "out"), max_steps=8, per_device_train_batch_size=2, save_strategy="no", report_to=[],
-        disable_tqdm=True, use_cpu=True, remove_unused_columns=False, eval_strategy="steps", eval_steps=3,
-    )  # fmt: skip
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=3)
     rows = [{"x": torch.randn(4)} for _ in range(24)]
     config = CheckpointConfig(checkpoint_dir=tmp_path / "run", step_interval=1)
     net = Squares(torch.nn.Linear(4, 4))
@@ -226,10 +227,7 @@ def test_the_sums_of_a_class_of_ones_own_are_state(by_mode: bool, tmp_path: Path
 
     def train(run: str, stop: int | None = None) -> tuple[list[Any], list[torch.Tensor]]:
         set_seed(1)
-        args = TrainingArguments(
-            str(tmp_path / "out"), max_steps=8, per_device_train_batch_size=2, save_strategy="no", report_to=[],
-            disable_tqdm=True, use_cpu=True, learning_rate=0.1, logging_steps=3, remove_unused_columns=False,
-        )  # fmt: skip
+        args = arguments(tmp_path, learning_rate=0.1, logging_steps=3)
         recording = Recording(stop)
         sums: Any = defaultdict(list)
         trainer = Averaging(

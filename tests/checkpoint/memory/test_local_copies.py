@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,22 @@ def state(value: float) -> dict[str, Any]:
     return {"model": model}
 
 
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let the network fail from now on for everything that is large."""
+def unsent(url: str, local_dir: Path, step: int) -> None:
+    """Commit step 1, and save a step of which the store never gets what is large."""
 
     def fail(self: ObjectStore, name: str, body: Any) -> None:
         raise StoreError("the network is away", key=name)
 
-    return lambda: monkeypatch.setattr(ObjectStore, "put", fail)
+    with Checkpointer(config(url, local_dir)) as ckpt:
+        ckpt.save(1, state(1.0))
+    ckpt = Checkpointer(config(url, local_dir))
+    ckpt.restore(state(0.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ObjectStore, "put", fail)
+        with pytest.raises(StoreError, match="network is away"):
+            ckpt.save(step, state(float(step)))
+    assert [c.step for c in ckpt.checkpoints()] == [1]
+    ckpt.close()
 
 
 def test_a_checkpoint_is_read_from_the_local_directory(url: str, tmp_path: Path) -> None:
@@ -68,20 +76,9 @@ def test_a_checkpoint_is_read_from_the_local_directory(url: str, tmp_path: Path)
         assert torch.equal(target["model"].weight, state(5.0)["model"].weight)
 
 
-def test_what_the_store_lacks_is_restored_and_sent(
-    url: str, tmp_path: Path, broken: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_store_lacks_is_restored_and_sent(url: str, tmp_path: Path) -> None:
     """P72: a checkpoint that never reached the store is restored by the next process on this host, and committed."""
-    with Checkpointer(config(url, tmp_path)) as ckpt:
-        ckpt.save(1, state(1.0))
-    ckpt = Checkpointer(config(url, tmp_path))
-    ckpt.restore(state(0.0))
-    broken()
-    with pytest.raises(StoreError, match="network is away"):
-        ckpt.save(2, state(2.0))
-    monkeypatch.undo()
-    assert [c.step for c in ckpt.checkpoints()] == [1]
-    ckpt.close()
+    unsent(url, tmp_path, 2)
     target = state(0.0)
     with Checkpointer(config(url, tmp_path)) as again:
         assert again.restore(target) == 2
@@ -92,19 +89,9 @@ def test_what_the_store_lacks_is_restored_and_sent(
         assert elsewhere.restore(state(0.0)) == 2
 
 
-def test_a_copy_of_a_line_that_was_left_is_not_used(
-    url: str, tmp_path: Path, broken: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_of_a_line_that_was_left_is_not_used(url: str, tmp_path: Path) -> None:
     """P71: once another host has committed, a copy that the store never got is history; the ledger is the truth."""
-    with Checkpointer(config(url, tmp_path / "a")) as ckpt:
-        ckpt.save(1, state(1.0))
-    ckpt = Checkpointer(config(url, tmp_path / "a"))
-    ckpt.restore(state(0.0))
-    broken()
-    with pytest.raises(StoreError):
-        ckpt.save(9, state(9.0))
-    monkeypatch.undo()
-    ckpt.close()
+    unsent(url, tmp_path / "a", 9)
     with Checkpointer(config(url, tmp_path / "b")) as other:
         assert other.restore(state(0.0)) == 1
         other.save(2, state(2.0))

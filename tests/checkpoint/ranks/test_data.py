@@ -9,29 +9,12 @@ from typing import Any
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from ckpt_tasks import Checkpointer, ResumableLoader, ResumableSampler
+from ckpt_tasks import Checkpointer, ResumableLoader
 from ckpt_tasks.errors import ConfigError
 from tests.checkpoint.ranks.training import build, config
 from tests.support.gang import run
 
 SAMPLES = 53
-
-
-def take_batches(rank: int, size: int, root: str, steps: int) -> list[tuple[int, list[int]]]:
-    """Take batches from where the last gang stopped; return each with its epoch."""
-    sampler = ResumableSampler(SAMPLES, 3, rank=rank, world_size=size, drop_last=False, seed=7)
-    state = {"data": sampler}
-    taken: list[tuple[int, list[int]]] = []
-    with Checkpointer(config(root, step_interval=1)) as ckpt:
-        start = ckpt.restore(state)
-        for step in range(start + 1, start + steps + 1):
-            if sampler.epoch == 2:
-                break
-            epoch = sampler.epoch
-            taken.append((epoch, next(iter(sampler))))
-            sampler.advance()
-            ckpt.save(step, state)
-    return taken
 
 
 def take_in_batches_of(rank: int, size: int, root: str, batch_size: int, steps: int) -> tuple[list[int], list[str]]:
@@ -57,17 +40,6 @@ def test_another_batch_size_under_ddp_goes_on_at_the_same_sample(tmp_path: Path)
 
 
 DEALT = [("2d", "numbers"), ("tp", ""), ("tp", "mesh"), ("fsdp", ""), ("hsdp", ""), ("ddp", "")]
-
-
-@pytest.mark.slow
-def test_no_sample_is_lost_or_comes_twice(tmp_path: Path) -> None:
-    """P26: two epochs over 1, 2, 4, 3 and 1 ranks: each sample comes once an epoch, in one order whatever the ranks."""
-    counts: list[Counter[int]] = [Counter(), Counter()]
-    for size, steps in ((1, 3), (2, 2), (4, 3), (3, 4), (1, 100)):
-        for rank in run(size, take_batches, str(tmp_path), steps):
-            for epoch, batch in rank:
-                counts[epoch].update(batch)
-    assert counts == [Counter(range(SAMPLES))] * 2
 
 
 def deal(rank: int, size: int, root: str, kind: str, given: str) -> Any:

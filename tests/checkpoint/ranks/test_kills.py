@@ -23,7 +23,7 @@ from tests.checkpoint.ranks.victims import ANY_MOMENT, PHASES, STEPS, TWO_GANGS,
 from tests.support.gang import Gang, run
 
 KILLS = int(os.environ.get("KILLS", "200"))
-QUICK = (2, 3, 4, 20)  # in a write, a hand-over, a commit, and two gangs: two ranks each
+QUICK = (2, 3, 4)  # in a write, a hand-over and a commit: two ranks each
 _END_S = 240.0  # survivors have ended by then: the deadlines of a save and of a close on two busy cores
 
 

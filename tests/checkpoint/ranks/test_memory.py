@@ -17,7 +17,7 @@ from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.records import SEAL_NAME, Seal
 from ckpt_tasks.state.tensors.copies import Copies
 from ckpt_tasks.storage.local import LocalStore
-from tests.checkpoint.ranks.training import attempt, config, digests, put, state_of, steps_of, train
+from tests.checkpoint.ranks.training import attempt, config, digests, put, state_of, steps_of, takes_over, train
 from tests.support.cli_runs import flip
 from tests.support.gang import Gang, report, run
 from tests.support.waiting import until
@@ -241,19 +241,19 @@ def is_fenced(rank: int, size: int, root: str, memory: str) -> str:
     return said
 
 
-def takes_over(rank: int, size: int, root: str) -> None:
-    with Checkpointer(config(root, memory_dir=None), take_over=True) as ckpt:
-        ckpt.restore(state_of("fsdp", size))
+def test_a_gang_is_fenced_as_a_whole_and_leaves_no_memory(tmp_path: Path) -> None:
+    """P33, P67: the gang that took over commits; every rank of the other one is fenced, and no sealed snapshot stays.
 
-
-def test_a_fenced_gang_leaves_no_memory(tmp_path: Path) -> None:
-    """P67: what a gang took after it had lost the run is not part of it: no rank leaves a sealed snapshot."""
+    What it took after it had lost the run is not part of it.
+    """
     root, memory = tmp_path / "run", tmp_path / "memory"
     memory.mkdir()
     with Gang(SIZE, is_fenced, str(root), str(memory)) as gang:
         assert [gang.said(rank)[1] for rank in range(SIZE)] == ["saved"] * SIZE
-        run(SIZE, takes_over, str(root))
+        steps = run(SIZE, takes_over, str(root))
+        assert steps[0] == steps[1] > 0
         assert gang.results() == ["FencedError"] * SIZE
+    assert max(steps_of(root)) == 20_000
     assert [slots(memory, rank) for rank in range(SIZE)] == [{}, {}]
 
 

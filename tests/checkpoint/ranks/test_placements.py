@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -147,13 +147,6 @@ def test_what_torch_distributes_is_placed_or_refused(layout: Layout) -> None:
         check(layout, by_torch=True)
 
 
-@pytest.mark.parametrize("rows", [7, 9, 13])
-@pytest.mark.parametrize("mesh", [(3, 2), (4, 2), (2, 3)])
-def test_fsdp_over_tensor_parallel_with_uneven_rows(rows: int, mesh: tuple[int, int]) -> None:
-    """P58: the rows of which torch says the wrong offset (pytorch issue 161368) are placed where they lie."""
-    check(Layout(mesh, (0, 1), (_StridedShard(0, split_factor=mesh[1]), Shard(0)), (rows, 2)), by_torch=False)
-
-
 def test_a_large_replica_is_divided() -> None:
     """Every replica writes an equal part of a large tensor, over the dimensions of the mesh that do not cut it."""
     for rank, (dims, names) in itertools.product(range(8), (((0,), ("dp_shard",)), ((0, 1), ("dp_shard", "tp")))):
@@ -178,16 +171,6 @@ def test_a_flattened_dimension_of_the_mesh_is_not_a_replica() -> None:
             if found is not None:
                 written[found[1]] += 1
     assert (written == 1).all()
-
-
-def test_a_sum_that_is_not_reduced_is_refused() -> None:
-    """P7: a DTensor of partial sums has no values of its own; its key is named."""
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        tensor = DTensor.from_local(torch.zeros(3), mesh, [Partial()], run_check=False)
-        with pytest.raises(UnsupportedStateError, match=r"placement P\(sum\)") as caught:
-            taken(tensor, World(0, 2))
-    assert caught.value.key == "group/name"
 
 
 def test_an_order_of_cuts_that_is_unknown_is_refused() -> None:

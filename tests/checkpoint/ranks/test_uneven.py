@@ -99,13 +99,6 @@ def test_fsdp_over_tensor_parallel_with_uneven_rows(tmp_path: Path, mesh: Mesh, 
     goes_through(tmp_path, mesh, rows, others)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 2, 5, 7])
-def test_uneven_and_empty_shards_on_any_number_of_ranks(tmp_path: Path, rows: int) -> None:
-    """P58: fully_shard leaves ranks with fewer rows, or none: from three ranks to one, two, four, and to columns."""
-    goes_through(tmp_path, (3, 1), rows, [(3, 1), (1, 1), (2, 1), (4, 1), (1, 2)])
-
-
 def by_dcp(rank: int, size: int, root: str, mesh: Mesh, rows: int) -> str:
     """Save the model and read it again, both with DCP; say what became of this rank's rows."""
     wanted, state = state_of(mesh, rows), state_of(mesh, rows, zeros=True)

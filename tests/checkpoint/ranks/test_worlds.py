@@ -26,7 +26,6 @@ from tests.checkpoint.ranks.training import (
     state_of,
     stepped,
     steps_of,
-    train,
     watch,
 )
 from tests.support.cli_runs import ckpt as command
@@ -146,7 +145,6 @@ STATES: dict[str, tuple[int, Callable[[int], State]]] = {
     "buffers of each rank": (2, own_buffers),
     "buffers beside shards": (2, lambda size: adamw(sharded(Running()))),
 }
-QUICK = ("2d on 4", "buffers of each rank")
 
 
 def one_step(state: State) -> float:
@@ -212,9 +210,7 @@ def save_and_go_on(rank: int, size: int, root: str, name: str) -> tuple[Any, Any
     return (said_of(state), draws), (said_of(again), drawn)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STATES]
-)
+@pytest.mark.parametrize("name", quick_first(STATES))
 def test_a_state_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
     """P12, P58: whatever the state is of, training that goes on from it is the same as without a break.
 
@@ -268,18 +264,6 @@ def test_another_number_of_ranks_has_the_same_tensors(tmp_path: Path, chain: lis
         assert all(bool(rank["derived"]) == (size != before) for rank in found)
         assert sum(rank["read"] for rank in found) <= 1.05 * wanted
     assert steps_of(tmp_path)[-1] == len(chain)
-
-
-@pytest.mark.slow
-def test_replicated_bytes_are_written_once(tmp_path: Path) -> None:
-    """Two ranks of DistributedDataParallel write what one process writes, each a part of it."""
-    sizes = {}
-    for size in (1, 2):
-        run(size, train, "ddp", str(tmp_path / f"{size}"), 2)
-        shards = [*(tmp_path / f"{size}").glob("checkpoint_*/*/*.safetensors")]
-        sizes[size] = sum(shard.stat().st_size for shard in shards if not shard.name.startswith("rng"))
-        assert len({shard.name.split("-")[1] for shard in shards}) == size
-    assert abs(sizes[1] - sizes[2]) < 64 << 10  # of headers
 
 
 # ── buffers ──────────────────────────────────────────────────────────────────────────────────────────────────────────

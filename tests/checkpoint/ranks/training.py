@@ -136,6 +136,15 @@ def config(root: str, **options: Any) -> CheckpointConfig:
     return CheckpointConfig(checkpoint_dir=root, **{"step_interval": 2, "flush_timeout_s": 60, **options})
 
 
+def takes_over(rank: int, size: int, root: str) -> int:
+    """Take a run over from the gang that holds it, and commit step 20,000; return the step that was restored."""
+    state = state_of("fsdp", size)
+    with Checkpointer(config(root, memory_dir=None), take_over=True) as ckpt:
+        step = ckpt.restore(state)
+        ckpt.save(20_000, state)
+    return step
+
+
 def train(rank: int, size: int, kind: str, root: str, last: int | tuple[int, dict[str, Any]]) -> dict[str, Any]:
     """Train from the newest checkpoint to the `last` step, perhaps with options of the Checkpointer.
 

@@ -17,6 +17,7 @@ from ckpt_tasks.errors import NoGoodCheckpointError, StateError, StoreError
 from ckpt_tasks.run.opening import open_checkpoint
 from ckpt_tasks.state.tensors.tensors import same_bits
 from ckpt_tasks.storage.local import LocalStore
+from tests.support.cli_runs import flip
 
 MIB = 1 << 20
 
@@ -74,14 +75,6 @@ def regions_of(ckpt: Checkpointer, step: int) -> list[tuple[str, int]]:
     return [(row.object, (row.begin + row.end) // 2) for row in rows]
 
 
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
-
-
 def test_a_bit_in_any_region_falls_back_and_is_overwritten(run_dir: Path) -> None:
     """P49: whichever region is damaged, what was read before it is overwritten by the older checkpoint, bit for bit."""
     config = CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=None)
@@ -113,7 +106,7 @@ def test_a_bit_in_memory_falls_back_to_storage(run_dir: Path, tmp_path: Path) ->
     images = [*tmp_path.glob("ckpt-tasks-*/**/model-*.safetensors")]
     assert images
     for image in images:
-        flip(image, image.stat().st_size - 5)
+        flip(image, -5)
     state = state_of(0.0)
     assert ckpt.restore(state) == 2
     assert ckpt.last_restore is not None

@@ -16,14 +16,11 @@ from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.checkpoint.transfer.comparison import Comparison, compare_checkpoints
 from ckpt_tasks.checkpoint.transfer.distances import Regions, distances
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.digests import digest_bytes, digest_hex
-from ckpt_tasks.format.layout.index import IndexRow
 from ckpt_tasks.format.layout.regions import Box
-from ckpt_tasks.format.manifest import Manifest, ObjectRecord
-from ckpt_tasks.run.opening import Opened
+from ckpt_tasks.run.opening import Opened, open_checkpoint
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.cli_runs import flip, only, save
-from tests.support.indexes import indexed
+from tests.support.exports import parts
 
 
 def compare(run_a: Path, run_b: Path) -> Comparison:
@@ -147,19 +144,7 @@ def test_damaged_bytes_are_never_equal(tmp_path: Path, side: str) -> None:
 
 def parts_of(store: LocalStore, tensor: torch.Tensor, boxes: list[Box]) -> Opened:
     """Write one tensor cut into boxes, each in an object of its own, as the ranks of a sharded save would."""
-    rows, records = [], []
-    for rank, box in enumerate(boxes):
-        part = tensor[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
-        data = bytes(part.contiguous().flatten().view(torch.uint8).tolist())
-        name = f"checkpoint_000000000001/e000001-00000000000000aa/x-{rank:05d}-of-{len(boxes):05d}-0.safetensors"
-        store.put(name, [data])
-        records.append(ObjectRecord(name, len(data), digest_hex(b""), 0))
-        shape = tuple(tensor.shape)
-        rows.append(IndexRow("x", "w", "float32", shape, box, name, 0, len(data), digest_bytes(data)))
-    manifest = Manifest(
-        run_key="r", step=1, attempt="e", world_size=len(boxes), index=records[0], objects=tuple(records), groups={}
-    )
-    return Opened(manifest, indexed(rows), {})
+    return open_checkpoint(store, parts(store, tensor, boxes))
 
 
 WHOLE = [Box((0, 0), (6, 8))]

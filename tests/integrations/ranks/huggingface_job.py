@@ -104,7 +104,6 @@ def trainer_of(leg: Leg, size: int, **more: Any) -> Sharded:
         model = get_peft_model(model, LoraConfig(r=3, lora_dropout=0.2, target_modules=["q_proj", "v_proj"]))
     rows = [[n, *torch.randint(0, 97, (6,)).tolist()] for n in range(SAMPLES)]
     data = Dataset.from_dict({"input_ids": rows, "labels": rows}).with_format("torch")
-    stream = data.to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=8) if options.get("stream") else None
     args = TrainingArguments(
         str(leg.folder / "out"),
         disable_tqdm=True,
@@ -114,7 +113,6 @@ def trainer_of(leg: Leg, size: int, **more: Any) -> Sharded:
         eval_strategy="epoch",
         logging_steps=4,
         num_train_epochs=3,
-        max_steps=18 if stream else -1,
         learning_rate=0 if options.get("frozen") else 0.01,
         per_device_train_batch_size=options.get("each") or IN_A_STEP // size // options.get("accumulates", 1),
         gradient_accumulation_steps=options.get("accumulates", 1),
@@ -123,7 +121,7 @@ def trainer_of(leg: Leg, size: int, **more: Any) -> Sharded:
     trainer = Sharded(
         model=model,
         args=args,
-        train_dataset=stream or data,
+        train_dataset=data,
         eval_dataset=data.select(range(12)),
         callbacks=[Recording(leg)],
         base=options.get("base"),

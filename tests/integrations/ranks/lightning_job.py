@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -133,7 +132,7 @@ def train(leg: Leg, size: int) -> None:
     )
     trainer = lightning.Trainer(
         accelerator="cpu",
-        callbacks=[saving, *([EMAWeightAveraging(decay=0.9)] if leg.options.get("ema") else [])],
+        callbacks=[saving],
         default_root_dir=leg.folder,
         devices=size,
         enable_checkpointing=False,

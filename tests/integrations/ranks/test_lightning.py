@@ -1,70 +1,16 @@
-"""Lightning in ranks, DDP and ModelParallelStrategy: killed twice they go on, on any number of ranks."""
+"""Lightning in ranks: the sums of an epoch, and what is told or refused where the number of ranks is another one."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.integrations.ranks.checks import begun_otherwise, killed_twice, sampled_otherwise
 from tests.support.legs import compared, within
 
 pytestmark = pytest.mark.framework
 slow = pytest.mark.slow
 JOB = "tests.integrations.ranks.lightning_job:ranks"
-STOPS = [4, 6]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": "fsdp2", "manual": True},  # gradients are state
-        *(
-            pytest.param(options, marks=slow)
-            for options in (
-                {"strategy": "fsdp2"},
-                {"strategy": "ddp"},
-                {"strategy": "tp"},
-                {"strategy": "both"},
-            )
-        ),
-    ],
-    ids=str,
-)
-def test_two_ranks_end_as_without_a_stop(options: dict[str, Any], tmp_path: Path) -> None:
-    """Killed twice, every mean, sample and bit of the weights and moments is that of a training without a kill."""
-    reference, legs = killed_twice(JOB, tmp_path, options, STOPS)
-    assert [begun_otherwise(reference, *pair) for pair in pairwise(legs)] == [[], []]
-    assert {value for what, _, value in reference if what.startswith("idle")} == {"0"}  # no save makes a step
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": "fsdp2", "then": [3, 1]},
-        *(
-            pytest.param({"then": then, **options}, marks=slow)
-            for then, options in (
-                ([1, 4], {"strategy": "fsdp2"}),
-                ([3, 1], {"strategy": "fsdp2", "manual": True}),
-                ([3, 1], {"strategy": "ddp"}),
-                ([1, 4], {"strategy": "ddp"}),
-                ([1, 3], {"strategy": "tp"}),
-                ([4, 2], {"strategy": "both"}),
-                ([2, 4], {"strategy": "both"}),
-            )
-        ),
-    ],
-    ids=str,
-)
-def test_another_number_of_ranks_goes_on(options: dict[str, Any], tmp_path: Path) -> None:
-    """Another number of ranks begins with the same weights and moments, and trains on with exactly the next samples."""
-    reference, legs, statuses = compared(JOB, tmp_path, options, within(STOPS))
-    assert statuses == [0, -9, -9, 0]
-    assert [begun_otherwise(reference, *pair) for pair in pairwise(legs)] == [[], []]
-    assert [sampled_otherwise(reference, leg) for leg in legs] == [[], [], []]
 
 
 @pytest.mark.parametrize("then", [[3, 1], pytest.param([1, 4], marks=slow)], ids=str)

@@ -1,4 +1,4 @@
-"""Trainer and accelerate in ranks, DDP and FSDP2: killed twice they go on, on any number of ranks."""
+"""Trainer, TRL, accelerate and Lightning in ranks, DDP and sharded: killed twice they go on, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,65 +10,85 @@ import pytest
 
 from tests.integrations.ranks.checks import begun_otherwise, by_step, killed_twice, sampled_otherwise
 from tests.support.legs import begins, compared, within
+from tests.support.sweeps import quick_first
 
 pytestmark = pytest.mark.framework
 slow = pytest.mark.slow
 JOB = "tests.integrations.ranks.huggingface_job:ranks"
+LIGHTNING = "tests.integrations.ranks.lightning_job:ranks"
+TUNING = "tests.integrations.finetuning_job:ranks"
 FSDP2 = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
 STOPS = [4, 6]  # the second one after an evaluation, which leaves parameters gathered
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
+ALIKE: dict[str, list[dict[str, Any]]] = {
+    JOB: [
         {"args": FSDP2},
-        pytest.param({"loop": True, "sharded": True}, marks=slow),
-        *(
-            pytest.param(options, marks=slow)
-            for options in (
-                {},
-                {"loop": True},
-                {"args": {**FSDP2, "fp16": True}},
-                {"args": FSDP2, "accumulates": 2},
-                {"args": FSDP2, "adapter": True},
-                {"args": FSDP2, "adapter": True, "base": "a/base@1"},
-            )
-        ),
+        {"loop": True, "sharded": True},
+        {},
+        {"loop": True},
+        {"args": {**FSDP2, "fp16": True}},
+        {"args": FSDP2, "accumulates": 2},
+        {"args": FSDP2, "adapter": True},
+        {"args": FSDP2, "adapter": True, "base": "a/base@1"},
     ],
-    ids=str,
-)
-def test_two_ranks_end_as_without_a_stop(options: dict[str, Any], tmp_path: Path) -> None:
-    """Killed twice, every loss, sample and bit of the weights and moments is that of a training without a kill."""
-    reference, legs = killed_twice(JOB, tmp_path, options, STOPS)
-    assert [begun_otherwise(reference, *pair) for pair in pairwise(legs)] == [[], []]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
+    LIGHTNING: [
+        {"strategy": "fsdp2", "manual": True},  # gradients are state
+        *({"strategy": strategy} for strategy in ("fsdp2", "ddp", "tp", "both")),
+    ],
+    TUNING: [
+        {"trainer": "grpo", "args": {"steps_per_generation": 4}},  # generations are used again
+        {"trainer": "grpo", "adapter": "lora", "args": {"num_iterations": 2, "steps_per_generation": 2}},
+        {"trainer": "sft"},
+        {"trainer": "sft", "adapter": "lora", "base": "a/base@1"},
+        {"trainer": "dpo"},
+        {"trainer": "dpo", "adapter": "lora"},
+        {"trainer": "dpo", "args": {"sync_ref_model": True, "ref_model_sync_steps": 2}},
+        *({"scaled": scaled} for scaled in (False, True)),  # all that accelerate prepares
+    ],
+}
+OTHERWISE: dict[str, list[dict[str, Any]]] = {
+    JOB: [
         {"args": FSDP2, "then": [3, 1]},
-        *(
-            pytest.param(options, marks=slow)
-            for options in (
-                {"args": FSDP2, "then": [1, 4]},
-                {"args": FSDP2, "accumulates": 2, "then": [3, 1]},
-                {"args": FSDP2, "then": [4, 3], "adapter": True, "base": "a/base@1"},
-                {"args": {**FSDP2, "fp16": True}, "then": [3, 3]},
-                {"then": [3, 1]},
-                {"then": [1, 4]},
-                {"then": [4, 3], "args": {"accelerator_config": {"use_seedable_sampler": False}}},
-                {"loop": True, "then": [3, 1]},
-                {"loop": True, "then": [1, 4]},
-                {"loop": True, "sharded": True, "then": [3, 1]},
-                {"loop": True, "sharded": True, "then": [1, 4]},
-            )
-        ),
+        {"args": FSDP2, "then": [1, 4]},
+        {"args": FSDP2, "accumulates": 2, "then": [3, 1]},
+        {"args": FSDP2, "then": [4, 3], "adapter": True, "base": "a/base@1"},
+        {"args": {**FSDP2, "fp16": True}, "then": [3, 3]},
+        *({"then": then} for then in ([3, 1], [1, 4])),
+        {"then": [4, 3], "args": {"accelerator_config": {"use_seedable_sampler": False}}},
+        *({"loop": True, "then": then} for then in ([3, 1], [1, 4])),
+        *({"loop": True, "sharded": True, "then": then} for then in ([3, 1], [1, 4])),
     ],
-    ids=str,
-)
-def test_another_number_of_ranks_goes_on(options: dict[str, Any], tmp_path: Path) -> None:
+    LIGHTNING: [
+        {"strategy": "fsdp2", "then": [3, 1]},
+        {"strategy": "fsdp2", "then": [1, 4]},
+        {"strategy": "fsdp2", "then": [3, 1], "manual": True},
+        *({"strategy": "ddp", "then": then} for then in ([3, 1], [1, 4])),
+        {"strategy": "tp", "then": [1, 3]},
+        *({"strategy": "both", "then": then} for then in ([4, 2], [2, 4])),
+    ],
+}
+
+
+def first_of_each(rows: dict[str, list[dict[str, Any]]]) -> list[Any]:
+    """Give each job with its options; all but the first of each are slow."""
+    return [row for job, options in rows.items() for row in quick_first((job, one) for one in options)]
+
+
+@pytest.mark.parametrize(("job", "options"), first_of_each(ALIKE), ids=str)
+def test_two_ranks_end_as_without_a_stop(job: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """P73: killed twice, every loss, mean, sample and bit of weights and moments is that of a training without a kill.
+
+    So are generations that are used again, and references.
+    """
+    reference, legs = killed_twice(job, tmp_path, options, [5, 9] if job == TUNING else STOPS)
+    assert [begun_otherwise(reference, *pair) for pair in pairwise(legs)] == [[], []]
+    assert {value for what, _, value in reference if what.startswith("idle")} <= {"0"}  # no save makes a step
+    assert job != TUNING or {"end", "end of rank 1"} <= {what for what, _, _ in reference}
+
+
+@pytest.mark.parametrize(("job", "options"), first_of_each(OTHERWISE), ids=str)
+def test_another_number_of_ranks_goes_on(job: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Another number of ranks begins with the same weights and moments, and trains on with exactly the next samples."""
-    reference, legs, statuses = compared(JOB, tmp_path, options, within(STOPS))
+    reference, legs, statuses = compared(job, tmp_path, options, within(STOPS))
     assert statuses == [0, -9, -9, 0]
     assert [begun_otherwise(reference, *pair) for pair in pairwise(legs)] == [[], []]
     assert [sampled_otherwise(reference, leg) for leg in legs] == [[], [], []]
