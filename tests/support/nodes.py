@@ -70,11 +70,6 @@ class Nodes:
         """Kill a node's raylet with SIGKILL."""
         self._cluster.remove_node(self._nodes.pop(number), allow_graceful=False)
 
-    def kill_head(self) -> None:
-        """Kill every process of the cluster's head with SIGKILL."""
-        head: Any = self._cluster.head_node
-        head.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
-
     def signal(self, number: int, what: signal.Signals) -> list[int]:
         """Send a signal to every process of a node; return their numbers."""
         [raylet] = self._nodes[number].all_processes["raylet"]

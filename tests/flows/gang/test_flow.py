@@ -16,7 +16,6 @@ from prefect.client.schemas.sorting import FlowRunSort
 
 from ckpt_tasks import open_run
 from ckpt_tasks.checkpoint.save.provenance import command_of
-from ckpt_tasks.errors import RankError
 from ckpt_tasks.flows import engines
 from ckpt_tasks.flows.console import TerminalTraining, train_in_terminal
 from ckpt_tasks.flows.evaluate import evaluate
@@ -94,20 +93,6 @@ def test_a_fork_of_ranks_has_another_learning_rate(run_dir: Path, tmp_path: Path
     result = run(run_dir, 7, run_key="forked", fork_from=f"{tmp_path / 'whole'}@5", params={"kind": "fsdp", "lr": 0.5})
     assert (result.step, result.trained) == (7, 2)
     assert open_run(str(run_dir)).head().state.params == {"kind": "fsdp", "lr": 0.5}
-
-
-@pytest.mark.slow
-def test_a_batch_that_stays_broken_fails_with_the_ranks_own_words(run_dir: Path, tmp_path: Path) -> None:
-    """When the retries end, Prefect shows the rank's number, its exception and its traceback, and the run is free."""
-    params = {"plan": [(3, 1, "raise")], "folder": str(tmp_path)}
-    with pytest.raises(RankError, match="rank 1 failed after step 2: RuntimeError: injected in step 3"):
-        run(run_dir, 5, params=params, retries=0)
-    [batch] = task_runs()
-    assert batch.state is not None
-    assert "rank 1 failed after step 2: RuntimeError: injected in step 3" in str(batch.state.message)
-    owner = open_run(str(run_dir)).head().state.owner
-    assert owner is not None
-    assert owner.released
 
 
 @pytest.mark.slow
