@@ -22,7 +22,7 @@ from ckpt_tasks.flows.gang.gang_session import GangSession
 from ckpt_tasks.system import process_start
 from tests.support.agents import MARK, config_of, kept
 from tests.support.children import Child
-from tests.support.elastic import ELASTIC, OWNED, trained
+from tests.support.elastic import ELASTIC, trained
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -172,32 +172,6 @@ def test_a_head_that_listens_and_does_not_answer_is_an_error() -> None:
             ray_gang(2, 2, f"127.0.0.1:{port}").prepare()
     assert not is_connected()
     assert "RAY_gcs_server_port_wait_time_s" not in os.environ
-
-
-@pytest.mark.slow
-def test_ranks_with_values_of_their_own_wait_for_a_node(
-    run_dir: Path, tmp_path: Path, nodes: Nodes, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A node is lost: the ranks that are left cannot go on alone, and the batch waits until a new node is there."""
-    training, lost = Training(), max(nodes.numbers)
-    engine, params = ray_gang(4, 2, nodes.address), {"stops_at": 7, "folder": str(tmp_path)}
-
-    def train_on() -> None:
-        config = config_of(run_dir)
-        with GangSession(config, OWNED, params, ranks=4, engine=engine, flow_run_id="a flow run") as session:
-            training.run(session, training.to(10))
-
-    going = threading.Thread(target=train_on, daemon=True)
-    going.start()
-    until((tmp_path / "stopped").exists)
-    nodes.kill(lost)
-    until(lambda: "2 of 4 ranks: training waits for more" in caplog.text)
-    assert training.sizes == {5: 4}
-    nodes.add(lost + 1)  # in this thread: a raylet dies with the thread that has started it
-    going.join(240)
-    assert training.sizes == {5: 4, 10: 4}
-    [failure] = training.failures
-    assert str(failure).startswith(f"the node 127.0.0.{lost} of rank 2, 3 is lost: ")
 
 
 def assert_as_plain(run_dir: Path, plain: Path, sizes: dict[int, int]) -> None:

@@ -150,6 +150,7 @@ def test_a_metric_that_is_not_finite_rolls_the_gang_back(
     assert trained(run_dir)[:2] == whole[:2]
 
 
+@pytest.mark.slow
 def test_a_right_program_is_quiet(
     run_dir: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +162,7 @@ def test_a_right_program_is_quiet(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_interrupted_releases_the_run(run_dir: Path) -> None:
     """An exception in the agent in the middle of a batch kills the ranks, and the run that they held is released."""
     pids: list[int] = []

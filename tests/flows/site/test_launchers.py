@@ -95,26 +95,6 @@ trainer = lightning.Trainer(
 trainer.fit(Net(), ResumableLoader(Rows(), 4, shuffle=True, num_workers=2))
 end(model)
 """
-TRAINER = """
-from transformers import TrainingArguments
-from ckpt_tasks import CheckpointConfig
-from ckpt_tasks.integrations.huggingface import CkptTrainer
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = model
-    def forward(self, x): return {"loss": self.net(x).square().mean()}
-
-args = TrainingArguments(
-    sys.argv[1] + "-own", num_train_epochs=3, per_device_train_batch_size=4, dataloader_num_workers=2,
-    save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, remove_unused_columns=False,
-)
-config = CheckpointConfig(checkpoint_dir=sys.argv[1], step_interval=10)
-gather = lambda rows: {"x": torch.stack(rows)}
-CkptTrainer(Net(), args, train_dataset=Rows(), data_collator=gather, checkpoint=config).train()
-end(model)
-"""
 
 
 def documents(name: str) -> list[Any]:
@@ -255,11 +235,7 @@ def test_a_notice_is_a_commit_and_a_new_start(tmp_path: Path, server: dict[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
-    [
-        pytest.param(PLAIN, id="plain"),
-        pytest.param(LIGHTNING, id="lightning", marks=pytest.mark.framework),
-        pytest.param(TRAINER, id="trainer", marks=pytest.mark.framework),
-    ],
+    [pytest.param(PLAIN, id="plain"), pytest.param(LIGHTNING, id="lightning", marks=pytest.mark.framework)],
 )
 def test_any_script_goes_on_in_a_job(source: str, tmp_path: Path) -> None:
     """P69: Slurm stops a script and requeues it, kills it and requeues it; its weights are those without a stop.
@@ -285,7 +261,7 @@ def test_any_script_goes_on_in_a_job(source: str, tmp_path: Path) -> None:
             elif then:
                 job.send_signal(then)
             said, _ = job.communicate(timeout=100)
-            return job.returncode, said[-65:]  # the digest; Trainer prints its times before
+            return job.returncode, said[-65:]  # the digest
 
     status, _ = start(0, until=10, then=signal.SIGUSR1)
     run = open_run(str(run_dir))
