@@ -28,6 +28,7 @@ from ckpt_tasks.run.ledger.ownership import acquire, identify
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import process_start
 from tests.servers.process import free_port
+from tests.support.ledgers import is_released
 from tests.support.sweeps import quick_first
 from tests.support.waiting import until
 
@@ -178,9 +179,7 @@ def test_a_signal_to_the_whole_group_ends_at_a_step_with_a_commit(embedded: Runs
     assert f"Stopped; step {embedded.steps()[0]} is committed" in said
     with closing(sqlite3.connect(embedded.run_dir.parent / "prefect.db")) as database:
         assert database.execute("select state_type from flow_run").fetchall() == [("CRASHED",)]
-    owner = open_run(str(embedded.run_dir)).head().state.owner
-    assert owner is not None
-    assert owner.released
+    assert is_released(embedded.run_dir)
     until(lambda: embedded.servers() == [])
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from prefect import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterId
-from prefect.client.schemas.objects import TaskRun
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 from prefect.client.schemas.sorting import FlowRunSort
 
 from ckpt_tasks import open_run
@@ -21,6 +20,7 @@ from ckpt_tasks.flows.console import TerminalTraining, train_in_terminal
 from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.flows.train import TrainResult, train
 from ckpt_tasks.run.opening import read_manifest
+from tests.flows.test_train import task_runs
 from tests.support import elastic
 from tests.support.agents import PARALLEL, config_of, kept, trained
 from tests.support.cli_runs import ckpt
@@ -40,14 +40,6 @@ def run(run_dir: Path, total_steps: int, **options: Any) -> TrainResult:
     defaults = {"run_key": "gang", "checkpoint": checkpoint, "program": PARALLEL, "batch_steps": 5, "ranks": 2}
     result: TrainResult = train(total_steps=total_steps, **{**defaults, **options})
     return result
-
-
-def task_runs() -> list[TaskRun]:
-    """Return the task runs of the newest flow run, oldest first."""
-    with get_client(sync_client=True) as client:
-        newest = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
-        found = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[newest.id])))
-    return sorted(found, key=lambda one: str(one.start_time))
 
 
 def assert_pages(run_dir: Path) -> None:

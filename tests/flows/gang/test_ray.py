@@ -23,6 +23,7 @@ from ckpt_tasks.system import process_start
 from tests.support.agents import MARK, config_of, kept
 from tests.support.children import Child
 from tests.support.elastic import ELASTIC, trained
+from tests.support.ledgers import newest_step
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -230,25 +231,17 @@ def test_no_rank_outlives_the_flow(run_dir: Path, tmp_path: Path, nodes: Nodes, 
     folder = {"folder": str(tmp_path)}
     options = folder | ({"stops_at": 7} if what == signal.SIGKILL else {"step_s": 0.2})
     with Child(flow, [str(run_dir), nodes.address, "200", json.dumps(options)], tmp_path / "flow.log") as told:
-        told.until((tmp_path / "stopped").exists if what == signal.SIGKILL else lambda: committed(run_dir) >= 5)
+        told.until((tmp_path / "stopped").exists if what == signal.SIGKILL else lambda: newest_step(run_dir) >= 5)
         told.send(what)
         assert told.wait() == -what
     until(lambda: nodes.ranks() == [])
     owner = open_run(str(run_dir)).head().state.owner
     assert owner is not None
     assert owner.released == (what == signal.SIGTERM)
-    total = committed(run_dir) // 5 * 5 + 5
+    total = newest_step(run_dir) // 5 * 5 + 5
     assert train(gang(run_dir, nodes, 4, folder=str(tmp_path)), total).failures == []
     assert train(local(tmp_path / "plain", 4), total).failures == []
     assert trained(run_dir)[:2] == trained(tmp_path / "plain")[:2]
-
-
-def committed(run_dir: Path) -> int:
-    """Return the newest committed step, 0 without one."""
-    try:
-        return int(open_run(str(run_dir)).find("latest").step)
-    except CkptError:
-        return 0
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from ckpt_tasks.format.saved_kinds import check_group
 from ckpt_tasks.format.tree import TensorRef
 from tests.state.tables.test_histories import History, Op, Told, history, ops
 from tests.state.tables.test_saves import config
-from tests.support.cli_runs import ckpt
+from tests.support.cli_runs import ckpt, flip
 from tests.support.gang import run
 from tests.support.interpreters import python
 from tests.support.sweeps import quick_first
@@ -230,9 +230,7 @@ def test_a_copy_is_whole_and_damage_is_found(tmp_path: Path, verb: str) -> None:
     assert contents(restored(tmp_path / "copy")) == contents(replay)
     assert contents(restored(tmp_path / "run")) == before
     path = min((tmp_path / "copy").rglob("replay-*.arrow"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path, path.stat().st_size // 2)
     assert path.name in ckpt("verify", tmp_path / "copy").out
     with pytest.raises(IntegrityError):
         restored(tmp_path / "copy", replay)
