@@ -80,6 +80,7 @@ def test_a_save_writes_the_rows_that_were_added(tmp_path: Path) -> None:
     assert contents(restored(tmp_path)) == contents(replay)
 
 
+@pytest.mark.slow
 def test_a_save_costs_what_was_added(tmp_path: Path) -> None:
     """A row is written twice or less if saves of 16 of 512 rows are merged to 32; files of overwritten rows go."""
     replay, written, counts = buffer(512), list[int](), list[int]()
