@@ -22,7 +22,7 @@ from ckpt_tasks.flows.train import TrainResult, train
 from ckpt_tasks.run.opening import read_manifest
 from tests.flows.test_train import task_runs
 from tests.support import elastic
-from tests.support.agents import PARALLEL, config_of, kept, trained
+from tests.support.agents import PARALLEL, REDUCING, config_of, kept, trained
 from tests.support.cli_runs import ckpt
 from tests.support.elastic import ELASTIC
 
@@ -128,3 +128,18 @@ def test_another_number_of_ranks_is_said(
     wanted = "Step 4 was saved by 2 ranks, and 1 resumes it: a step has 1/2 of its samples if each rank has as many as"
     assert wanted in said(6, 1)
     assert [wanted in record.getMessage() for record in caplog.records].count(True) == 1
+
+
+@pytest.mark.slow
+def test_ranks_evaluate_together(run_dir: Path) -> None:
+    """A program that needs its ranks, to be built and to add up, is evaluated at the end of its training, and later."""
+    config = config_of(run_dir, run_key="reducing")
+    training = TerminalTraining(program=REDUCING, config=config, steps=4, params={}, batch_steps=4, ranks=2)
+    done = train_in_terminal(training, again="ckpt train …")
+    assert (done.status, [result.metrics["total"] for result in done.evaluations]) == (0, [3.0])  # ranks 0 and 1: 1 + 2
+    where: dict[str, Any] = {"run_key": "reducing", "checkpoint_dir": str(run_dir), "program": REDUCING}
+    [whole] = evaluate(**where, ranks=2, suite="full")
+    assert (whole.step, whole.outcome, whole.metrics["total"]) == (4, "recorded", 3.0)
+    assert [result.step for result in evaluate(**where, ranks=2, which="pending")] == [0]
+    recorded = {(each.suite, each.step): each.metrics["total"] for each in open_run(str(run_dir)).evaluations()}
+    assert recorded == {("quick", 4): 3.0, ("full", 4): 3.0, ("quick", 0): 3.0}
