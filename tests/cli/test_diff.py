@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ckpt_tasks.checkpoint.restore.reading import open_run
-from tests.support.cli_runs import ckpt, save, save_steps
+from tests.support.cli_runs import ckpt, flip, only, save, save_steps
 
 
 def save_seeded(run_dir: Path, state: dict[str, Any], step: int = 1) -> Path:
@@ -32,6 +33,19 @@ def test_different_states_exit_with_1_and_a_table(tmp_path: Path) -> None:
     assert data.data["equal"] is False
     assert [one["place"] for one in data.data["differences"]] == ["model/w", "note/[red]x"]
     assert data.data["differences"][0]["max_abs"] == 0.25
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_a_damaged_side_is_an_error(tmp_path: Path, side: str) -> None:
+    """P49: damaged bytes are an error that names the object, exit status 2: not a difference, never equality."""
+    for name in ("a", "b"):
+        save_seeded(tmp_path / name, {"model": {"w": torch.zeros(3)}})
+    shard = only(tmp_path / side, "checkpoint_*/*/model-*")
+    flip(shard, shard.stat().st_size - 1)
+    answer = ckpt("diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert answer.status == 2
+    assert answer.data["error"]["type"] == "IntegrityError"
+    assert shard.name in answer.data["error"]["message"]
 
 
 def test_groups_are_chosen_and_left_out(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from ckpt_tasks import Checkpointer, open_run
+from ckpt_tasks.errors import StoreError
 from tests.servers.s3 import S3Server
+from tests.support.answers import NOT_IMPLEMENTED
 from tests.support.chaos import Chaos
 from tests.support.cli_runs import ckpt, config, flip, only, save, save_steps, started, tree
 from tests.support.measured import memory_of
@@ -105,6 +107,18 @@ def test_a_temporary_directory_that_is_too_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_store_without_the_condition(run_dir: Path, s3: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P31: a target without conditional writes is refused, unless it is said that nobody else writes there."""
+    save_steps(run_dir, 1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", chaos.endpoint)
+    chaos.on(Fault(answer=NOT_IMPLEMENTED), headers={"if-none-match": "."})
+    answer = ckpt("sync", run_dir, f"{s3}/run", "--json")
+    assert (answer.status, answer.data["error"]["type"]) == (1, StoreError.__name__)
+    answer = ckpt("sync", run_dir, f"{s3}/run", "--single-writer")
+    assert answer.status == 0, answer.err
+    assert ckpt("verify", f"{s3}/run").status == 0
+
+
 def test_an_interrupted_copy_is_completed(run_dir: Path, s3: str, chaos: Chaos) -> None:
     """P30, P38: stopped in the middle of an object, nothing of it is committed, and the same command completes it."""
     save_steps(run_dir, 1, 2)

@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 import tempfile
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,29 +16,72 @@ import datasets
 import torch
 from datasets.distributed import split_dataset_by_node
 from torch import distributed
+from torch.utils.data import IterableDataset
 
-from ckpt_tasks import ByRank, CheckpointConfig, Checkpointer, ResumableLoader, ShuffleBuffer
+from ckpt_tasks import ByRank, CheckpointConfig, Checkpointer, ResumableLoader, ShuffleBuffer, sample_generator
 from tests.support.legs import Leg
-from tests.support.streams import OPERATIONS
+from tests.support.streams import OPERATIONS, rows
 
-ROWS, EPOCHS = 48, 3
+ROWS, SHARDS, EPOCHS = 48, 4, 3
 
 
-def loader_of(kind: str, rank: int, ranks: int) -> ResumableLoader:
+def _augmented(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "noise": sample_generator(row["a"], numpy=True).normal()}  # type: ignore[union-attr]
+
+
+def _webdataset() -> Any:
+    return import_module("webdataset")
+
+
+class Tars(IterableDataset[Any]):
+    """Shards of tar files in another order each epoch, as docs/DATA.md makes them."""
+
+    def __init__(self, folder: Path):
+        self.urls = [str(folder / f"{shard}.tar") for shard in range(SHARDS)]
+        self.epoch = 0
+        for shard, url in enumerate(self.urls):
+            with _webdataset().TarWriter(url) as tar:
+                for number in range(shard * ROWS // SHARDS, (shard + 1) * ROWS // SHARDS):
+                    tar.write({"__key__": f"{number:04}", "a.cls": number})
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        split = _webdataset().split_by_node if distributed.is_initialized() else None
+        tars = _webdataset().WebDataset(self.urls, shardshuffle=SHARDS, seed=self.epoch, nodesplitter=split)
+        return ({"a": sample["a.cls"]} for sample in tars.decode())
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    # The shards have equally many: datasets gives the ranks others in each epoch, and all have to step together.
+    "map and filter": lambda: rows(ROWS).map(lambda row: {"b": 2 * row["a"]}).filter(lambda row: row["b"] % 3),
+    "interleave": OPERATIONS["interleave by chance"],
+    "shuffle": OPERATIONS["shuffle of a map's shards"],
+    "augmented": lambda: rows(ROWS).map(_augmented),
+}
+
+
+def loader_of(kind: str, folder: Path, rank: int, ranks: int, workers: int) -> ResumableLoader:
     """Return the loader of a rank: of its part of a stream, or of samples by number."""
     if kind == "by number":
         data: Any = [{"a": number} for number in range(ROWS + 2)]
-        return ResumableLoader(data, 6 // ranks, shuffle=True, drop_last=True)
-    stream = split_dataset_by_node(OPERATIONS["shuffle of a map's shards"](), rank=rank, world_size=ranks)
+        return ResumableLoader(data, 6 // ranks, shuffle=True, drop_last=True, num_workers=workers)
+    if kind == "webdataset":
+        folder.mkdir(exist_ok=True)
+        return ResumableLoader(ShuffleBuffer(Tars(folder), 7, seed=1), 4, num_workers=workers, replay=True)
+    stream = KINDS[kind.removesuffix(", buffer")]()
+    if ranks > 1:
+        stream = split_dataset_by_node(stream, rank=rank, world_size=ranks)
     if kind.endswith(", buffer"):
         stream = ShuffleBuffer(stream, 7, seed=1)
-    return ResumableLoader(stream, 4)
+    return ResumableLoader(stream, 4, num_workers=workers)
 
 
 def train(leg: Leg) -> None:
     """Iterate three epochs, and sum what comes into a weight; the last leg may have another number of ranks."""
     datasets.disable_progress_bars()
-    ranks = leg.options["ranks"]
+    ranks = leg.options.get("ranks", 1)
     if leg.is_last and leg.folder.name == "killed":
         ranks = leg.options.get("ranks at last", ranks)
     rank, others = _ranks(ranks)
@@ -51,6 +96,8 @@ def train(leg: Leg) -> None:
 
 def _ranks(count: int) -> tuple[int, list[int]]:
     """Become as many ranks, which end with the first one; return this one's number, and the others' processes."""
+    if count == 1:
+        return 0, []
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     meeting = Path(tempfile.mkdtemp(), "ranks")
     rank, others = 0, list[int]()
@@ -70,7 +117,7 @@ def _train(leg: Leg, rank: int, ranks: int) -> None:
         leg.spare()
     torch.manual_seed(7)
     kind = leg.options["over"]
-    loader = loader_of(kind, rank, ranks)
+    loader = loader_of(kind, leg.folder / f"tars-{rank}", rank, ranks, leg.options.get("workers", 0))
     weight = torch.zeros((), dtype=torch.float64)
     state = {"data": loader if kind == "by number" else ByRank(loader), "weight": weight}
     config = CheckpointConfig(checkpoint_dir=leg.folder / "run", step_interval=1, memory_dir=leg.folder / "memory")
@@ -84,8 +131,9 @@ def _train(leg: Leg, rank: int, ranks: int) -> None:
                 leg.within(step)
                 step += 1
                 ids = _together([int(one) for one in batch["a"]], ranks)
-                distributed.broadcast(number := torch.rand((), dtype=torch.float64), 0)
-                weight += number * sum(map(sum, ids))
+                weight += _from_first(torch.rand((), dtype=torch.float64), ranks) * sum(map(sum, ids))
+                noise = _together([float(one) for one in batch.get("noise", [])], ranks)
+                weight += sum(chain(*noise))
                 if not rank:
                     leg.record("samples", step, str(ids if kind != "by number" else sorted(chain(*ids))))
                 ckpt.step(step, state, epoch=epoch)
@@ -95,5 +143,12 @@ def _train(leg: Leg, rank: int, ranks: int) -> None:
 
 def _together(values: list[Any], ranks: int) -> list[list[Any]]:
     every: list[Any] = [values] * ranks
-    distributed.all_gather_object(every, values)
+    if ranks > 1:
+        distributed.all_gather_object(every, values)
     return every
+
+
+def _from_first(number: torch.Tensor, ranks: int) -> torch.Tensor:
+    if ranks > 1:
+        distributed.broadcast(number, 0)
+    return number
