@@ -74,7 +74,8 @@ def test_sizes(text: str, size_bytes: int) -> None:
     assert how_to_export(None, text)["max_shard_bytes"] == size_bytes
 
 
-@pytest.mark.parametrize("out", ["l", pytest.param("l.pt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("out", ["l", "l.pt"])
 def test_it_needs_little_memory(tmp_path: Path, out: str) -> None:
     """P57: exporting 96 MiB in one tensor takes less than 48 MiB of its own; a file for torch needs torch."""
     small = save(tmp_path / "small", {"model": nn.Linear(1, 1)})

@@ -14,6 +14,7 @@ from tests.run.ledger.test_heartbeats import held_elsewhere
 from tests.run.ledger.test_ownership import owner_in
 from tests.support.cli_runs import ckpt, config, flip, only, save_steps, some_state, started, tree
 from tests.support.owner_child import OwnerChild
+from tests.support.sweeps import quick_first
 from tests.support.waiting import until
 
 
@@ -159,7 +160,7 @@ def test_snapshots_of_runs_that_are_gone_are_freed(run_dir: Path, memory: Path) 
     assert "a run directory, or --memory" in ckpt("prune").err
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)
+@pytest.mark.parametrize("sent", quick_first([signal.SIGINT, signal.SIGTERM]), ids=lambda sent: sent.name)
 def test_a_wait_for_another_owner_says_so_and_ends_at_once(
     fast_dir: Path, tmp_path: Path, sent: signal.Signals
 ) -> None:

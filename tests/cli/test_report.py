@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.format.keys import LEDGER_PREFIX
 from ckpt_tasks.format.policy.cadence import recommend
 from ckpt_tasks.run.ledger.observing import observe
-from tests.support.cli_runs import ckpt, flip, save_steps
+from tests.support.cli_runs import ckpt
 from tests.support.histories import LOST, Told, trained
 
 COSTS = {"stall_s": 0.5, "flush_s": 0.0, "step_s": 1.0}
@@ -29,15 +28,6 @@ def test_a_key_never_leads_out_of_the_directory(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path / "run")
     assert ckpt("report", tmp_path / "run").status == 0
     assert [one.name for one in (tmp_path / "run").glob("*.html")] == ["evil-b-report.html"]
-
-
-def test_damage_is_said(run_dir: Path, tmp_path: Path) -> None:
-    """A damaged entry is left out, counted, and pointed at `ckpt verify`."""
-    save_steps(run_dir, 1, 2, 3)
-    flip(sorted((run_dir / LEDGER_PREFIX).iterdir())[2], 30)
-    done = ckpt("report", run_dir, "--out", tmp_path / "out.html")
-    assert done.status == 0
-    assert "1 ledger entry cannot be read" in done.out
 
 
 def test_resumes_and_the_longest_stall_are_counted(run_dir: Path, tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from ckpt_tasks import ByRank, Checkpointer, ResumableLoader
-from ckpt_tasks.errors import SpikeError
-from ckpt_tasks.format.policy.spikes import SEEN
 from tests.support.cli_runs import ckpt, config, save
 
 SIZE = 50
@@ -88,19 +86,6 @@ def test_it_names_the_samples_that_training_has_seen(run_dir: Path) -> None:
     said = ckpt("samples", f"{run_dir}@40").out
     assert "50 samples in a data set, shuffled; in epoch 3" in said
     assert "times seen" in said
-
-
-def test_the_batches_of_a_spike_are_not_among_them(run_dir: Path) -> None:
-    """P24: on_spike goes back and skips: the samples of the spike have not made the weights."""
-    bad = (SEEN + 11, SEEN + 12, SEEN + 13)
-    options = {"step_interval": 5, "on_spike": "loss", "memory_dir": None}
-    with Checkpointer(config(run_dir, **options)) as checkpointer:
-        with pytest.raises(SpikeError):
-            train(checkpointer, 2 * SEEN, bad)
-        train(checkpointer, 2 * SEEN)
-    found = compare(run_dir, 2 * SEEN)
-    assert sum(len(one["order"]) for one in found["epochs"]) == 2 * SEEN * 4
-    assert sum(len(ids(one["left_out"])) > 2 for one in found["epochs"]) >= 1
 
 
 @pytest.mark.framework

@@ -62,7 +62,10 @@ def test_a_block_names_a_cluster(harness: None) -> None:
     """block://NAME is a RayCluster on Prefect's server; one that is not there is named with the way to make it."""
     RayCluster(address="10.1.2.3:6379", resources_per_rank={"GPU": 2.0}).save("gpus")
     assert RayCluster.named("block://gpus").resources_per_rank == {"GPU": 2.0}
-    assert type(find_engine("block://gpus", 2)).__name__ == "RayGang"
+    engine = find_engine("block://gpus", 4, min_ranks=2)
+    assert engine is not None
+    assert type(engine).__name__ == "RayGang"
+    assert [engine.keep_to(ranks) for ranks in (1, 2, 5)] == [False, True, False]
     with pytest.raises(
         ConfigError, match=r"no block 'nobody' of the type training-ray-cluster.*RayCluster\(address=…\)"
     ):

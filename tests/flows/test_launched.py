@@ -17,9 +17,9 @@ from prefect import get_client
 from prefect.client.schemas.objects import FlowRun
 
 from ckpt_tasks import open_run
-from ckpt_tasks.errors import CkptError
 from tests.servers.process import free_port
 from tests.support.agents import MARK, REDUCING, left, trained
+from tests.support.ledgers import is_released, newest_step
 from tests.support.waiting import until
 from tools.sources import ROOT
 
@@ -65,13 +65,6 @@ def flow_runs(run_dir: Path) -> list[tuple[FlowRun, list[str]]]:
         ]
         states = [sorted(client.read_flow_run_states(run.id), key=lambda state: state.timestamp) for run in found]
     return [(run, [state.name or "" for state in each]) for run, each in zip(found, states, strict=True)]
-
-
-def newest(run_dir: Path) -> int:
-    try:
-        return open_run(str(run_dir)).find("latest").step
-    except CkptError:
-        return -1
 
 
 def until_nothing_is_left(run_dir: Path) -> None:
@@ -160,19 +153,17 @@ def test_the_agents_end_and_the_next_ones_go_on(
     Told to end, its ranks and those of the other agent commit one step, and release the run.
     """
     with two_agents(run_dir, server, step_s=0.2) as agents:
-        while newest(run_dir) < 5:
+        while newest_step(run_dir) < 5:
             assert all(agent.process.poll() is None for agent in agents), [agent.log.read_text() for agent in agents]
             time.sleep(0.05)
         agents[0].process.send_signal(number)
         agents[0].end()
         if number == signal.SIGTERM:
-            owner = open_run(str(run_dir)).head().state.owner
-            assert owner is not None
-            assert owner.released
+            assert is_released(run_dir)
         agents[1].process.terminate()  # as the scheduler of a job that has lost a host
         agents[1].end()
     until_nothing_is_left(run_dir)
-    assert 5 <= newest(run_dir) < TOTAL
+    assert 5 <= newest_step(run_dir) < TOTAL
     with two_agents(run_dir, server, step_s=0.2) as agents:
         ends = [agent.end() for agent in agents]
     assert [status for status, _ in ends] == [0, 0], ends

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,31 +90,6 @@ def test_a_path_in_the_ledger_reaches_no_program(run_dir: Path, corpus: str, sec
         evaluated(run_dir)
     assert Reading.given == []
     assert open_run(str(run_dir)).find("latest").step == 2
-
-
-@pytest.mark.slow
-def test_given_parameters_win(run_dir: Path, corpus: str, secret: str, caplog: pytest.LogCaptureFixture) -> None:
-    """P21: what the flow is given is what the program gets, also where it is built once more to see what changed."""
-    trained(run_dir, 2, params={"data": corpus})
-    rewrite(run_dir, params={"data": secret})
-    with caplog.at_level(logging.WARNING, logger="ckpt_tasks"):
-        trained(run_dir, 4, params={"data": corpus})
-    assert "another data than before" in caplog.text
-    assert set(seen("data")) == {corpus}
-    assert states(run_dir)[-1]["params"] == {"data": corpus}
-    evaluated(run_dir, params={"data": corpus})
-    assert set(seen("data")) == {corpus}
-
-
-@pytest.mark.slow
-def test_what_names_nothing_or_is_named_by_the_program_comes_back(run_dir: Path, corpus: str) -> None:
-    """Numbers, booleans, null and lists of them go on by the record, and a text whose name the program lists."""
-    own = {"mode": "fast", "rates": [0.5, [None, 2]], "flag": True}
-    trained(run_dir, 2, params={"data": corpus, **own})
-    Reading.given.clear()
-    trained(run_dir, 4, params={"data": corpus})
-    evaluated(run_dir, params={"data": corpus})
-    assert Reading.given == [{"data": corpus, **own}] * 2
 
 
 def test_the_source_of_a_fork_is_read_as_any_ledger(run_dir: Path, corpus: str, secret: str) -> None:

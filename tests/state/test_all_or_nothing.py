@@ -11,6 +11,7 @@ import torch
 
 from ckpt_tasks.errors import StateError
 from tests.support.roundtrip import Holder, assert_same, everything, fingerprint, restore, save
+from tests.support.sweeps import quick_first
 
 N = 20_000  # of complex numbers: large enough that a copy goes another way than a small one
 
@@ -79,10 +80,7 @@ def shown(value: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize(
-    ("place", "n"),
-    [("first", 4), ("last", N), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("last", 4), ("first", N)))],
-)
+@pytest.mark.parametrize(("place", "n"), quick_first([("last", N), ("first", 4), ("last", 4), ("first", N)]))
 def test_all_of_a_target_or_nothing(kind: str, home: str, place: str, n: int) -> None:
     """P5, P50: conjugate, negative, expanded, overlapping, read-only memory anywhere in a state: all or nothing."""
     make, *fit = KINDS[kind]

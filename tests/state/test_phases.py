@@ -108,7 +108,8 @@ def test_a_program_of_two_phases_is_quiet(
     assert [message.startswith(ENDED) for message in said] == [True] * (form != "one")
 
 
-@pytest.mark.parametrize("adopted", quick_first(["two lines", "step by step"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("adopted", ["two lines", "step by step"])
 def test_an_earlier_phase_is_not_told_that_it_has_ended(adopted: str, tmp_path: Path) -> None:
     """Started again in its second phase, a program is quiet; started once more, it hears of both ended runs."""
     program = f"""from pathlib import Path; import sys

@@ -68,10 +68,6 @@ def moved(state: State) -> None:
     last[1].weight = vars(last[2])["_parameters"].pop("weight")
 
 
-def moved_within(parameters: State) -> None:
-    parameters.update(bias=parameters["weight"], weight=None)
-
-
 def with_more(state: State) -> None:
     read = state["optimizer"].state_dict
     state["optimizer"].state_dict = lambda: {**read(), "more": 5}

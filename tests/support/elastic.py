@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from ckpt_tasks import ByRank, ResumableSampler, open_run
+from ckpt_tasks import ResumableSampler, open_run
 
 ELASTIC = "tests.support.elastic:Elastic"
-OWNED = "tests.support.elastic:Owned"
 _SAMPLES, _BATCH = 480, 24
 
 
@@ -62,14 +61,6 @@ class Elastic:
 
     def evaluate(self, suite: str) -> dict[str, float]:
         return {"weight": next(self.model.parameters()).sum().item(), "suite": float(len(suite))}
-
-
-class Owned(Elastic):
-    """Each rank has a value of its own, which only as many ranks can restore."""
-
-    def __init__(self, **params: Any):
-        super().__init__(**params)
-        self.state["own"] = ByRank({"rank": dist.get_rank() if dist.is_initialized() else 0})
 
 
 def trained(run_dir: Path) -> tuple[int, dict[str, Any], list[str]]:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckpt_tasks import open_run
+from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import evaluation_name
 from ckpt_tasks.format.ledger import State
@@ -105,3 +107,17 @@ def commit(history: History, step: int, owner: Owner | None = ME) -> int:
 def steps(head: Head) -> list[int]:
     """List the steps of what is live."""
     return [checkpoint.step for checkpoint in head.state.live]
+
+
+def is_released(run_dir: Path) -> bool:
+    """Return True if the last owner of a run has let it go."""
+    owner = open_run(str(run_dir)).head().state.owner
+    return owner is not None and owner.released
+
+
+def newest_step(run_dir: Path) -> int:
+    """Return the newest committed step, 0 without one."""
+    try:
+        return open_run(str(run_dir)).find("latest").step
+    except CkptError:
+        return 0

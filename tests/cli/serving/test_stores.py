@@ -45,6 +45,7 @@ def rows(table: RunTable) -> dict[str, tuple[str, int | None]]:
     return {row["name"]: (row["state"], row["step"]) for row in table.since(-1)["rows"]}
 
 
+@pytest.mark.slow
 def test_runs_in_a_bucket_are_rows_and_a_look_lists_each_once(
     sweep: RunTable, chaos: Chaos, monkeypatch: pytest.MonkeyPatch
 ) -> None:

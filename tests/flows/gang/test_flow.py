@@ -10,20 +10,19 @@ from typing import Any
 
 import pytest
 from prefect import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterId
-from prefect.client.schemas.objects import TaskRun
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 from prefect.client.schemas.sorting import FlowRunSort
 
 from ckpt_tasks import open_run
 from ckpt_tasks.checkpoint.save.provenance import command_of
-from ckpt_tasks.errors import RankError
 from ckpt_tasks.flows import engines
 from ckpt_tasks.flows.console import TerminalTraining, train_in_terminal
 from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.flows.train import TrainResult, train
 from ckpt_tasks.run.opening import read_manifest
+from tests.flows.test_train import task_runs
 from tests.support import elastic
-from tests.support.agents import PARALLEL, config_of, kept, trained
+from tests.support.agents import PARALLEL, REDUCING, config_of, kept, trained
 from tests.support.cli_runs import ckpt
 from tests.support.elastic import ELASTIC
 
@@ -41,14 +40,6 @@ def run(run_dir: Path, total_steps: int, **options: Any) -> TrainResult:
     defaults = {"run_key": "gang", "checkpoint": checkpoint, "program": PARALLEL, "batch_steps": 5, "ranks": 2}
     result: TrainResult = train(total_steps=total_steps, **{**defaults, **options})
     return result
-
-
-def task_runs() -> list[TaskRun]:
-    """Return the task runs of the newest flow run, oldest first."""
-    with get_client(sync_client=True) as client:
-        newest = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
-        found = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[newest.id])))
-    return sorted(found, key=lambda one: str(one.start_time))
 
 
 def assert_pages(run_dir: Path) -> None:
@@ -97,20 +88,6 @@ def test_a_fork_of_ranks_has_another_learning_rate(run_dir: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_batch_that_stays_broken_fails_with_the_ranks_own_words(run_dir: Path, tmp_path: Path) -> None:
-    """When the retries end, Prefect shows the rank's number, its exception and its traceback, and the run is free."""
-    params = {"plan": [(3, 1, "raise")], "folder": str(tmp_path)}
-    with pytest.raises(RankError, match="rank 1 failed after step 2: RuntimeError: injected in step 3"):
-        run(run_dir, 5, params=params, retries=0)
-    [batch] = task_runs()
-    assert batch.state is not None
-    assert "rank 1 failed after step 2: RuntimeError: injected in step 3" in str(batch.state.message)
-    owner = open_run(str(run_dir)).head().state.owner
-    assert owner is not None
-    assert owner.released
-
-
-@pytest.mark.slow
 def test_a_rollback_leaves_batches_out(run_dir: Path, tmp_path: Path) -> None:
     """`skip_batches` leaves out the same samples on two ranks as on one: both are at one position in the data then."""
     positions = []
@@ -151,3 +128,18 @@ def test_another_number_of_ranks_is_said(
     wanted = "Step 4 was saved by 2 ranks, and 1 resumes it: a step has 1/2 of its samples if each rank has as many as"
     assert wanted in said(6, 1)
     assert [wanted in record.getMessage() for record in caplog.records].count(True) == 1
+
+
+@pytest.mark.slow
+def test_ranks_evaluate_together(run_dir: Path) -> None:
+    """A program that needs its ranks, to be built and to add up, is evaluated at the end of its training, and later."""
+    config = config_of(run_dir, run_key="reducing")
+    training = TerminalTraining(program=REDUCING, config=config, steps=4, params={}, batch_steps=4, ranks=2)
+    done = train_in_terminal(training, again="ckpt train …")
+    assert (done.status, [result.metrics["total"] for result in done.evaluations]) == (0, [3.0])  # ranks 0 and 1: 1 + 2
+    where: dict[str, Any] = {"run_key": "reducing", "checkpoint_dir": str(run_dir), "program": REDUCING}
+    [whole] = evaluate(**where, ranks=2, suite="full")
+    assert (whole.step, whole.outcome, whole.metrics["total"]) == (4, "recorded", 3.0)
+    assert [result.step for result in evaluate(**where, ranks=2, which="pending")] == [0]
+    recorded = {(each.suite, each.step): each.metrics["total"] for each in open_run(str(run_dir)).evaluations()}
+    assert recorded == {("quick", 4): 3.0, ("full", 4): 3.0, ("quick", 0): 3.0}

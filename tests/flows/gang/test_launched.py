@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from ckpt_tasks.checkpoint.ranks.exchange import StoreExchange
 from ckpt_tasks.checkpoint.restore.reading import open_run
-from ckpt_tasks.errors import CkptError, ConfigError, StateError
+from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.flows.gang.launched import LaunchedPlace
 from ckpt_tasks.flows.gang.orders import Orders
 from tests.servers.process import free_port
 from tests.support.agents import PARALLEL, config_of, left, trained
 from tests.support.launched import ranks
+from tests.support.ledgers import is_released, newest_step
 from tests.support.sweeps import quick_first
 
 TOTAL = 18
@@ -34,11 +35,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]
     with ranks(run_dir) as children:
         assert [child.wait() for child in children] == [0, 0]
     return trained(run_dir)
-
-
-def is_released(run_dir: Path) -> bool:
-    owner = open_run(str(run_dir)).head().state.owner
-    return owner is not None and owner.released
 
 
 @pytest.mark.parametrize(
@@ -83,7 +79,7 @@ def test_a_signal_to_any_rank_is_one_commit_at_one_step(
 ) -> None:
     """SIGTERM, Ctrl-C or SIGUSR1 to one rank or all: all commit one step, release the run, and end by that status."""
     with ranks(run_dir, step_s=0.25) as children:
-        assert children[0].until(lambda: newest(run_dir) >= 4)
+        assert children[0].until(lambda: newest_step(run_dir) >= 4)
         for rank in to:
             children[rank].send(number)
         status = 130 if number == signal.SIGINT else 143
@@ -93,13 +89,6 @@ def test_a_signal_to_any_rank_is_one_commit_at_one_step(
     with ranks(run_dir) as children:
         assert [child.wait() for child in children] == [0, 0]
     assert trained(run_dir) == whole
-
-
-def newest(run_dir: Path) -> int:
-    try:
-        return open_run(str(run_dir)).find("latest").step
-    except CkptError:
-        return 0
 
 
 @pytest.fixture

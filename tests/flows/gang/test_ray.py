@@ -22,7 +22,8 @@ from ckpt_tasks.flows.gang.gang_session import GangSession
 from ckpt_tasks.system import process_start
 from tests.support.agents import MARK, config_of, kept
 from tests.support.children import Child
-from tests.support.elastic import ELASTIC, OWNED, trained
+from tests.support.elastic import ELASTIC, trained
+from tests.support.ledgers import newest_step
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -174,32 +175,6 @@ def test_a_head_that_listens_and_does_not_answer_is_an_error() -> None:
     assert "RAY_gcs_server_port_wait_time_s" not in os.environ
 
 
-@pytest.mark.slow
-def test_ranks_with_values_of_their_own_wait_for_a_node(
-    run_dir: Path, tmp_path: Path, nodes: Nodes, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A node is lost: the ranks that are left cannot go on alone, and the batch waits until a new node is there."""
-    training, lost = Training(), max(nodes.numbers)
-    engine, params = ray_gang(4, 2, nodes.address), {"stops_at": 7, "folder": str(tmp_path)}
-
-    def train_on() -> None:
-        config = config_of(run_dir)
-        with GangSession(config, OWNED, params, ranks=4, engine=engine, flow_run_id="a flow run") as session:
-            training.run(session, training.to(10))
-
-    going = threading.Thread(target=train_on, daemon=True)
-    going.start()
-    until((tmp_path / "stopped").exists)
-    nodes.kill(lost)
-    until(lambda: "2 of 4 ranks: training waits for more" in caplog.text)
-    assert training.sizes == {5: 4}
-    nodes.add(lost + 1)  # in this thread: a raylet dies with the thread that has started it
-    going.join(240)
-    assert training.sizes == {5: 4, 10: 4}
-    [failure] = training.failures
-    assert str(failure).startswith(f"the node 127.0.0.{lost} of rank 2, 3 is lost: ")
-
-
 def assert_as_plain(run_dir: Path, plain: Path, sizes: dict[int, int]) -> None:
     """Assert that a run is bit-equal to one of this host that has changed its number of ranks at the same steps."""
     position = 0
@@ -256,25 +231,17 @@ def test_no_rank_outlives_the_flow(run_dir: Path, tmp_path: Path, nodes: Nodes, 
     folder = {"folder": str(tmp_path)}
     options = folder | ({"stops_at": 7} if what == signal.SIGKILL else {"step_s": 0.2})
     with Child(flow, [str(run_dir), nodes.address, "200", json.dumps(options)], tmp_path / "flow.log") as told:
-        told.until((tmp_path / "stopped").exists if what == signal.SIGKILL else lambda: committed(run_dir) >= 5)
+        told.until((tmp_path / "stopped").exists if what == signal.SIGKILL else lambda: newest_step(run_dir) >= 5)
         told.send(what)
         assert told.wait() == -what
     until(lambda: nodes.ranks() == [])
     owner = open_run(str(run_dir)).head().state.owner
     assert owner is not None
     assert owner.released == (what == signal.SIGTERM)
-    total = committed(run_dir) // 5 * 5 + 5
+    total = newest_step(run_dir) // 5 * 5 + 5
     assert train(gang(run_dir, nodes, 4, folder=str(tmp_path)), total).failures == []
     assert train(local(tmp_path / "plain", 4), total).failures == []
     assert trained(run_dir)[:2] == trained(tmp_path / "plain")[:2]
-
-
-def committed(run_dir: Path) -> int:
-    """Return the newest committed step, 0 without one."""
-    try:
-        return int(open_run(str(run_dir)).find("latest").step)
-    except CkptError:
-        return 0
 
 
 @pytest.mark.slow

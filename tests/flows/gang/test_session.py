@@ -25,6 +25,7 @@ from ckpt_tasks.flows.session.session import Progress, watcher
 from ckpt_tasks.system import host_name
 from tests.support.agents import MARK, PARALLEL, KeptGang, config_of, kept, left, main, train, trained
 from tests.support.children import Child
+from tests.support.ledgers import is_released, newest_step
 from tests.support.waiting import until
 
 TOTAL = 18
@@ -150,6 +151,7 @@ def test_a_metric_that_is_not_finite_rolls_the_gang_back(
     assert trained(run_dir)[:2] == whole[:2]
 
 
+@pytest.mark.slow
 def test_a_right_program_is_quiet(
     run_dir: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_right_program_is_quiet(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_interrupted_releases_the_run(run_dir: Path) -> None:
     """An exception in the agent in the middle of a batch kills the ranks, and the run that they held is released."""
     pids: list[int] = []
@@ -175,9 +178,7 @@ def test_an_agent_that_is_interrupted_releases_the_run(run_dir: Path) -> None:
             train(config_of(run_dir), {}, 1000, batch=1000)
     finally:
         watcher.reset(token)
-    owner = open_run(str(run_dir)).head().state.owner
-    assert owner is not None
-    assert owner.released
+    assert is_released(run_dir)
     assert len(pids) == 2
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
@@ -274,12 +275,9 @@ def test_a_signal_is_one_commit_at_one_step(
     with agent(run_dir, batch, **params) as told:
         assert told.wait() == -signal.SIGTERM
     until_nothing_is_left(str(run_dir))
-    run = open_run(str(run_dir))
-    owner = run.head().state.owner
-    assert owner is not None
-    assert owner.released
+    assert is_released(run_dir)
     last = int(trace.read_text().splitlines()[-1].split()[2])
-    assert 3 <= run.find("latest").step == last < TOTAL
+    assert 3 <= newest_step(run_dir) == last < TOTAL
     assert train(config_of(run_dir), {}, TOTAL) == []
     assert trained(run_dir) == whole
 
@@ -359,6 +357,4 @@ def test_a_start_that_waits_for_ranks_hears_a_signal(run_dir: Path) -> None:
             session.restore()
     finally:
         signal.signal(signal.SIGTERM, before)
-    owner = open_run(str(run_dir)).head().state.owner
-    assert owner is not None
-    assert owner.released
+    assert is_released(run_dir)

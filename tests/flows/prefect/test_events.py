@@ -27,9 +27,7 @@ from ckpt_tasks.errors import FencedError
 from ckpt_tasks.flows.prefect.events import asset_key, delivers_events
 from ckpt_tasks.format.records import Checkpoint
 from tests.flows.prefect.announcer import announcer
-from tests.servers.prefect import own_server
 from tests.support.tiny import Tiny
-from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
 GONE = "http://127.0.0.1:9/api"
@@ -174,35 +172,6 @@ def test_without_a_server_no_final_state_is_set(
     else:
         # Prefect's own thread may still log that the server of a test before this one is gone.
         assert (ended, [one for one in caplog.records if one.name.startswith("ckpt_tasks")]) == (raised, [])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_server_that_is_killed_holds_no_machine(run_dir: Path, prefect_home: Path, tmp_path: Path) -> None:
-    """Killed for good in mid-run: training commits all its steps, and its process ends in minutes, with a sentence."""
-    marker = tmp_path / "gone"
-    params = {"trace": str(tmp_path / "trace"), "what": "wait", "at": 50, "marker": str(marker)}
-    code = f"""
-from ckpt_tasks import CheckpointConfig
-from ckpt_tasks.flows.train import train
-config = CheckpointConfig(checkpoint_dir={str(run_dir)!r}, step_interval=10, memory_dir=None)
-train(run_key="gone", total_steps=300, program="tests.e2e.trouble:Trouble", params={params}, batch_steps=20,
-      checkpoint=config)
-"""
-    with own_server(prefect_home, tmp_path / "home") as (environment, server):
-        command = [sys.executable, "-c", code]
-        training = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-        try:
-            until((run_dir / "checkpoint_000000000040").exists, 300)
-            server.kill()
-            server.wait()
-            marker.touch()
-            _, said = training.communicate(timeout=180)  # it was 330 s, and more with more commits
-        finally:
-            training.kill()
-    assert {*range(10, 301, 10)} <= {*committed_steps(run_dir)}
-    assert "Prefect's server is away: it is not told that this flow run has completed." in said
-    assert re.search(r"Prefect's server did not take \d+ events", said)
 
 
 # Last here: from now on this process is configured for the server.

@@ -72,7 +72,7 @@ def deployed(train: Flow[[], None], starts: int = 1) -> State:
             (away(Answer(400, "ExpiredToken")), False),
             (away(Answer(507, "XMinioStorageFull")), False),
         ],
-        3,
+        4,
     ),
 )
 def test_what_another_try_may_mend_is_a_crash(error: Exception, crashed: bool) -> None:

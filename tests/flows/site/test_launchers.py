@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from ckpt_tasks import open_run
-from ckpt_tasks.errors import CkptError
 from tests.servers.process import free_port
 from tests.support.agents import MARK, PARALLEL, left
+from tests.support.ledgers import is_released, newest_step
 from tools.sources import ROOT
 
 SBATCH = ROOT / "deployments" / "train.sbatch"
@@ -95,26 +94,6 @@ trainer = lightning.Trainer(
 trainer.fit(Net(), ResumableLoader(Rows(), 4, shuffle=True, num_workers=2))
 end(model)
 """
-TRAINER = """
-from transformers import TrainingArguments
-from ckpt_tasks import CheckpointConfig
-from ckpt_tasks.integrations.huggingface import CkptTrainer
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = model
-    def forward(self, x): return {"loss": self.net(x).square().mean()}
-
-args = TrainingArguments(
-    sys.argv[1] + "-own", num_train_epochs=3, per_device_train_batch_size=4, dataloader_num_workers=2,
-    save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, remove_unused_columns=False,
-)
-config = CheckpointConfig(checkpoint_dir=sys.argv[1], step_interval=10)
-gather = lambda rows: {"x": torch.stack(rows)}
-CkptTrainer(Net(), args, train_dataset=Rows(), data_collator=gather, checkpoint=config).train()
-end(model)
-"""
 
 
 def documents(name: str) -> list[Any]:
@@ -187,13 +166,6 @@ def test_the_batch_script_asks_for_a_notice() -> None:
     assert {"--requeue", "--signal=B:USR1@120"} <= {*options}
 
 
-def newest(run_dir: Path) -> int:
-    try:
-        return open_run(str(run_dir)).find("latest").step
-    except CkptError:
-        return -1
-
-
 def slurm(place: Path, *, tasks: int) -> dict[str, str]:
     """Make stand-ins for srun and scontrol; return a job's environment, in which they are found."""
     for name, source in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -231,7 +203,7 @@ def test_a_notice_is_a_commit_and_a_new_start(tmp_path: Path, server: dict[str, 
             ["bash", str(SBATCH), PARALLEL, *options],
             env={**environment, "SLURM_RESTART_COUNT": str(count), "CKPT_MOST_RESTARTS": str(most)},
         ) as job:
-            while told and newest(run_dir) < 5:
+            while told and newest_step(run_dir) < 5:
                 assert job.poll() is None
                 time.sleep(0.05)
             if told:
@@ -240,26 +212,20 @@ def test_a_notice_is_a_commit_and_a_new_start(tmp_path: Path, server: dict[str, 
 
     assert start(0, step_s=0.2, told=True) == 143
     assert requeued.read_text() == environment["SLURM_JOB_ID"]
-    owner = open_run(str(run_dir)).head().state.owner
-    assert owner is not None
-    assert owner.released
-    assert 5 <= newest(run_dir) < 15
+    assert is_released(run_dir)
+    assert 5 <= newest_step(run_dir) < 15
     requeued.unlink()
     assert start(1, most=1) != 0  # a rank is killed
     assert not requeued.exists()
     assert start(1) == 0
-    assert newest(run_dir) == 40
+    assert newest_step(run_dir) == 40
     assert left(str(tmp_path)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
-    [
-        pytest.param(PLAIN, id="plain"),
-        pytest.param(LIGHTNING, id="lightning", marks=pytest.mark.framework),
-        pytest.param(TRAINER, id="trainer", marks=pytest.mark.framework),
-    ],
+    [pytest.param(PLAIN, id="plain"), pytest.param(LIGHTNING, id="lightning", marks=pytest.mark.framework)],
 )
 def test_any_script_goes_on_in_a_job(source: str, tmp_path: Path) -> None:
     """P69: Slurm stops a script and requeues it, kills it and requeues it; its weights are those without a stop.
@@ -277,7 +243,7 @@ def test_any_script_goes_on_in_a_job(source: str, tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             text=True,
         ) as job:
-            while then and newest(run_dir) < until:
+            while then and newest_step(run_dir) < until:
                 assert job.poll() is None
                 time.sleep(0.05)
             if then == signal.SIGKILL:
@@ -285,15 +251,12 @@ def test_any_script_goes_on_in_a_job(source: str, tmp_path: Path) -> None:
             elif then:
                 job.send_signal(then)
             said, _ = job.communicate(timeout=100)
-            return job.returncode, said[-65:]  # the digest; Trainer prints its times before
+            return job.returncode, said[-65:]  # the digest
 
     status, _ = start(0, until=10, then=signal.SIGUSR1)
-    run = open_run(str(run_dir))
-    owner = run.head().state.owner
-    told = newest(run_dir)
+    told = newest_step(run_dir)
     assert status == (0 if source == LIGHTNING else 143)
-    assert owner is not None
-    assert owner.released
+    assert is_released(run_dir)
     assert told % 10
     assert requeued.read_text() == environment["SLURM_JOB_ID"]
     assert [*tmp_path.glob("*-own/hpc_ckpt*")] == []
@@ -303,6 +266,6 @@ def test_any_script_goes_on_in_a_job(source: str, tmp_path: Path) -> None:
     assert requeued.read_text() == environment["SLURM_JOB_ID"]
     requeued.unlink()
     status, ended = start(2, until=0)
-    assert (status, newest(run_dir), requeued.exists()) == (0, 36, False)
+    assert (status, newest_step(run_dir), requeued.exists()) == (0, 36, False)
     run_dir = tmp_path / "whole"
     assert start(0, until=0) == (0, ended)

@@ -11,7 +11,6 @@ import pytest
 from benchmarks import cadence
 from benchmarks.cadence import BLOCKING, CLAIMED, Scenario, run_auto, run_fixed
 from ckpt_tasks.format.policy.cadence import goodput
-from tests.support.sweeps import quick_first
 
 DAY_S = 86_400.0
 
@@ -49,7 +48,8 @@ def test_where_the_cap_decides_it_costs_what_is_said(figures: dict[str, Any]) ->
     assert lifted["short"] < 0.05
 
 
-@pytest.mark.parametrize("scenario", quick_first([*CLAIMED, BLOCKING], 3), ids=lambda scenario: scenario.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", [*CLAIMED, BLOCKING], ids=lambda scenario: scenario.name)
 @pytest.mark.parametrize("mtbf_s", [600.0, 6_000.0])
 def test_the_simulator_agrees_with_the_formula(scenario: Scenario, mtbf_s: float) -> None:
     """What fixed intervals achieve in 30 days, failures and restarts thrown, is what the formula says to within 3 %."""
@@ -65,6 +65,7 @@ def test_the_simulator_agrees_with_the_formula(scenario: Scenario, mtbf_s: float
         assert found == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.slow
 def test_both_simulations_are_one() -> None:
     """Where the flush alone decides, the cadence never changes, and save by save is as from failure to failure."""
     still = Scenario("still", step_s=0.5, stall_s=0.0, flush_s=10.0, restart_s=120.0)

@@ -27,8 +27,6 @@ from ckpt_tasks.format.policy.cadence import (
 )
 
 COST_S = st.floats(0.0, 600.0)
-INTERVAL_S = st.floats(0.01, 1e6)
-MTBF_S = st.floats(60.0, 1e9)
 OBSERVED = st.builds(
     Observed,
     step_s=st.none() | st.floats(0.001, 100.0),

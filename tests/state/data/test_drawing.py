@@ -41,7 +41,7 @@ def rows(loader: ResumableLoader, epochs: int, stop: int | None = None) -> dict[
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # It has more workers than the host has cores.
-@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("workers", quick_first([3, 0]))
 def test_a_samples_numbers_are_its_own(workers: int) -> None:
     """P23: the same after a stop in an epoch, with any number of workers, ranks and samples in a batch."""
     whole = rows(ResumableLoader(Augmented(), 4, shuffle=True, seed=5), 2)

@@ -15,6 +15,7 @@ from ckpt_tasks.state.tensors.copies import Copies
 from ckpt_tasks.state.tensors.tensors import TensorSet
 from ckpt_tasks.testing import MemoryStore, located
 from tests.support.roundtrip import assert_same
+from tests.support.sweeps import quick_first
 
 
 def trained(run: Location, until: int, *, frozen: bool, switch: int) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def trained(run: Location, until: int, *, frozen: bool, switch: int) -> dict[str
     return state
 
 
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("frozen", quick_first([True, False]))
 def test_what_training_unfreezes_or_freezes_stays_so(frozen: bool) -> None:
     """Through two resumes, and back to a step before it, as in a training without a break; nothing else is kept."""
     whole, resumed, still = (located(MemoryStore()) for _ in range(3))
@@ -85,7 +86,7 @@ def trained_in_modes(run: Location, until: int, *, switch: int = 4, how: str = "
     return {**state, "modes": [one.training for one in model.modules()]}
 
 
-@pytest.mark.parametrize("how", ["", "evaluates, train() first", "by the step, begins in eval"])
+@pytest.mark.parametrize("how", quick_first(["evaluates, train() first", "", "by the step, begins in eval"]))
 def test_what_training_puts_into_another_mode_stays_so(caplog: pytest.LogCaptureFixture, how: str) -> None:
     """Through resumes, as without a break, and nothing is said; an evaluation in which a save falls is no mode."""
     expected, run = trained_in_modes(located(MemoryStore()), 9, how=how), located(MemoryStore())

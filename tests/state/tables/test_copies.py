@@ -14,7 +14,8 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.testing import MemoryStore, located
 from tests.state.tables.test_saves import config, restored
-from tests.support.cli_runs import ckpt
+from tests.support.cli_runs import ckpt, flip
+from tests.support.sweeps import quick_first
 from tests.support.tables import about, rows_of, table, train
 
 
@@ -33,7 +34,7 @@ def made(place: Path) -> Any:
     return about(users)
 
 
-@pytest.mark.parametrize("verb", ["fork", "sync"])
+@pytest.mark.parametrize("verb", quick_first(["fork", "sync"]))
 def test_a_copy_has_the_base(tmp_path: Path, verb: str) -> None:
     """A fork and a sync of a checkpoint whose base an older one wrote can be restored, and gone on from."""
     before = made(tmp_path / "run")
@@ -53,9 +54,7 @@ def test_a_missing_or_damaged_base_is_found(tmp_path: Path) -> None:
     """`ckpt verify` names the base of a delta if a bit of it has changed, or if it is gone."""
     made(tmp_path)
     base = min(tmp_path.rglob("users-*.arrow"))
-    data = bytearray(base.read_bytes())
-    data[1000] ^= 4
-    base.write_bytes(data)
+    flip(base, 1000)
     told = ckpt("verify", tmp_path)
     assert told.status != 0
     assert base.name in told.out

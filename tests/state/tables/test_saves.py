@@ -12,6 +12,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, open_run
 from ckpt_tasks.errors import IntegrityError, StateMismatchError
 from ckpt_tasks.state.tables.rules import SGD
 from ckpt_tasks.testing import die
+from tests.support.cli_runs import flip
 from tests.support.tables import about, rows_of, table, train
 
 
@@ -122,9 +123,7 @@ def test_one_bit_flipped_in_a_file_is_noticed(tmp_path: Path, which: int) -> Non
         train(users, [1])
         ckpt.save(2, {"users": users})
     path = sorted(tmp_path.rglob("users-*.arrow"))[which]
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path, path.stat().st_size // 2)
     train(target, [7])
     before = about(target)
     with pytest.raises(IntegrityError, match="users"):
