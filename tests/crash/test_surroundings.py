@@ -142,7 +142,6 @@ def test_no_thread_for_a_prune(tmp_path: Path) -> None:
     assert len([*(tmp_path / "run").glob("checkpoint_*")]) == 1
 
 
-@pytest.mark.slow
 def test_no_thread_for_a_heartbeat(tmp_path: Path) -> None:
     """A process that cannot keep its run says so, and leaves the run free."""
     with running_on(_NoThread("ckpt-heartbeat")), pytest.raises(StoreError, match="cannot start another thread"):

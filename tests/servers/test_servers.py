@@ -15,6 +15,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests.servers import s3
+from tests.servers.azurite import AzureServer
 from tests.servers.fixtures import running
 from tests.servers.process import (
     NotProvisionedError,
@@ -101,3 +102,16 @@ def test_a_stranger_is_not_let_in(liar: S3Server) -> None:
     s3.answers_us(liar)
     with pytest.raises(NotReadyError):
         s3.answers_us(replace(liar, secret="guessed"))
+
+
+@pytest.mark.slow
+def test_azurite_creates_once(azurite: AzureServer) -> None:
+    """Azurite, through adlfs: what is there is not created again; its bytes are seen past adlfs."""
+    import adlfs
+
+    with azurite.fresh_container() as container:
+        store = adlfs.AzureBlobFileSystem(**azurite.storage_options)
+        store.pipe_file(f"{container}/a", b"first", mode="create")
+        with pytest.raises(FileExistsError):
+            store.pipe_file(f"{container}/a", b"second", mode="create")
+        assert azurite.request("GET", f"{container}/a") == b"first"
