@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from inspect import signature
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -15,9 +16,18 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.servers.process import free_port
 from tests.support.interpreters import Process
+
+# Without this option, which torch 2.6 does not have, rank 0 sends its values to the others.
+_LOCALLY: dict[str, Any] = {"src_data_rank": None} if "src_data_rank" in signature(distribute_tensor).parameters else {}
+
+
+def distributed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
+    """Cut a tensor that every rank has, and keep this rank's part."""
+    return distribute_tensor(tensor, mesh, placements, **_LOCALLY)
 
 
 class Gang:

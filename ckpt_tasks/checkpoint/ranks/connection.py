@@ -1,9 +1,10 @@
-"""A connection to a c10d store, with a time limit for each request."""
+"""c10d stores: opened, and asked by connections with a time limit for each request."""
 
 from __future__ import annotations
 
 import socket
 import time
+from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -45,11 +46,41 @@ class Connection:
             return answer
 
 
+def open_store(
+    host: str, port: int, size: int, *, holds: bool, join_s: float, listening_fd: int | None = None, **more: Any
+) -> Any:
+    """Connect to a c10d store, or hold it in this process (`holds`), on the socket `listening_fd` if it is given."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not export this name
+
+    if listening_fd is not None:
+        more |= {"master_listen_fd": listening_fd, "use_libuv": hasattr(TCPStore, "clone")}  # False before torch 2.8.
+    return TCPStore(
+        host, port, size, is_master=holds, timeout=timedelta(seconds=join_s), wait_for_workers=False, **more
+    )
+
+
+def cloned(store: Any) -> Any:
+    """Return another connection to a store.
+
+    Before torch 2.8 its keys have no prefix: a prefix store does not tell its own.
+    """
+    if hasattr(store, "clone"):
+        return store.clone()
+    root = _root(store)
+    if hasattr(root, "host"):
+        return open_store(root.host, root.port, -1, holds=False, join_s=root.timeout.total_seconds())
+    return type(root)(root.path) if hasattr(root, "path") else root
+
+
+def _root(store: Any) -> Any:
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
+
+
 def _check_listening(store: Any) -> None:
     """Raise RuntimeError if the store's process has ended; torch would try for minutes to reconnect."""
-    tcp = store
-    while (inner := getattr(tcp, "underlying_store", None)) is not None:
-        tcp = inner
+    tcp = _root(store)
     place = (getattr(tcp, "host", None), getattr(tcp, "port", None))
     if None in place:
         return  # The store is a file, or it is in this process.
@@ -66,7 +97,7 @@ def _serve(store: Any, requests: SimpleQueue[Any], answers: SimpleQueue[Any]) ->
     while (request := requests.get()) is not None:
         name, arguments = request
         try:
-            client = client or store.clone()
+            client = client or cloned(store)
             answers.put(getattr(client, name)(*arguments))
         except Exception as error:  # noqa: BLE001 (`request` raises it)
             answers.put(error)

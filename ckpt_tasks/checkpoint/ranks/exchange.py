@@ -26,7 +26,7 @@ from queue import Empty
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from ckpt_tasks.checkpoint.ranks.connection import Connection
+from ckpt_tasks.checkpoint.ranks.connection import Connection, cloned
 from ckpt_tasks.checkpoint.ranks.meeting import Meeting, StoreMeeting
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.system import has_ended, host_name, process_start, system
@@ -339,7 +339,8 @@ def find_exchange(group: Any = None, timeout_s: float = _TIMEOUT_S) -> Exchange:
     _made += 1
     c10d = distributed.distributed_c10d
     store = c10d._get_default_store() if group is None else c10d._get_process_group_store(group)
-    return StoreExchange(store.clone(), rank, size, f"ckpt-tasks/{_made}", timeout_s, shared=True)
+    name = f"ckpt-tasks/{group.group_name if group is not None else ''}/{_made}"
+    return StoreExchange(cloned(store), rank, size, name, timeout_s, shared=True)
 
 
 def from_first(exchange: Exchange, topic: str, make: Callable[[], bytes], deadline_s: float) -> bytes:

@@ -115,16 +115,19 @@ def frame_of(value: Any) -> Frame:
         with zipfile.ZipFile(file) as archive:
             entries, at = archive.infolist(), archive.start_dir
         sums: dict[tuple[int, int], tuple[int, ...]] = {}
+        numbered_begins: dict[int, int] = {}
         for entry in entries:
             begin = entry.header_offset + 30 + sum(struct.unpack("<HH", _bytes(file, entry.header_offset + 26, 4)))
             if "/data/" in entry.filename:
                 end = begin + entry.file_size
                 sums[begin, end] = (at + 16, end + 4)  # The CRC is in the central directory, and behind the bytes.
+                numbered_begins[int(entry.filename.rpartition("/")[2])] = begin
             at += 46 + sum(struct.unpack("<3H", _bytes(file, at + 28, 6)))
         size_bytes = file.seek(0, os.SEEK_END)
         edges = [(0, 0), *sums, (size_bytes, size_bytes)]
         pieces = tuple((end, _bytes(file, end, begin - end)) for (_, end), (begin, _) in pairwise(edges))
-    return Frame(pieces, tuple(begin for begin, _ in sums), sums, size_bytes)
+    begins = tuple(begin for _, begin in sorted(numbered_begins.items()))  # Older torch sorts the numbers as texts.
+    return Frame(pieces, begins, sums, size_bytes)
 
 
 def _bytes(file: Any, begin: int, size_bytes: int) -> bytes:

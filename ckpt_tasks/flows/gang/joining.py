@@ -7,12 +7,12 @@ rank could connect to ended processes. TORCHELASTIC_RESTART_COUNT does not help:
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ckpt_tasks.checkpoint.ranks.connection import open_store
 from ckpt_tasks.checkpoint.ranks.exchange import StoreExchange
 from ckpt_tasks.errors import RankError, StoreError
 
@@ -30,7 +30,7 @@ def join(rank: int, size: int, local_rank: int, local_size: int, timeout_s: floa
         name = StoreExchange(held, rank, size, "ckpt-tasks", _JOIN_S, shared=True).name(_JOIN_S)
         store = dist.PrefixStore(name, held)  # type: ignore[attr-defined]  # torch does not export this name
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-        return StoreExchange(store, rank, size, "orders", timeout_s)
+        return StoreExchange(held, rank, size, f"{name}/orders", timeout_s)
     except (KeyError, RuntimeError, ValueError, StoreError) as error:  # KeyError: a variable is missing.
         raise RankError(
             f"rank {rank} does not reach the others: {error!s:.300}",
@@ -48,12 +48,5 @@ def take_device(local_rank: int, local_size: int) -> str:
 
 def _open_store(rank: int, size: int) -> Any:
     holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return dist.TCPStore(  # type: ignore[attr-defined]  # torch does not export this name
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        size,
-        is_master=holds,
-        timeout=timedelta(seconds=_JOIN_S),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return open_store(*place, size, holds=holds, join_s=_JOIN_S, multi_tenant=True)

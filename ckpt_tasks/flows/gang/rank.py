@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import timedelta
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, NoReturn
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.pausing import remember
+from ckpt_tasks.checkpoint.ranks.connection import open_store
 from ckpt_tasks.checkpoint.save.listening import Listener
 from ckpt_tasks.flows.gang.joining import take_device
 from ckpt_tasks.flows.gang.messages import (
@@ -225,15 +225,8 @@ def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // begin.local_size))
     backend = take_device(rank - begin.first_rank, begin.local_size)
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not export this name
-        begin.host,
-        begin.port,
-        begin.size,
-        is_master=rank == 0,
-        master_listen_fd=listening_fd,
-        timeout=timedelta(seconds=_JOIN_S),
-        wait_for_workers=False,
-    )
+    place = begin.host, begin.port, begin.size
+    store = open_store(*place, holds=rank == 0, join_s=_JOIN_S, listening_fd=listening_fd)
     own = dist.PrefixStore(begin.secret, store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=own, rank=rank, world_size=begin.size)
 

@@ -14,11 +14,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ckpt_tasks import errors
+from ckpt_tasks.checkpoint.ranks.connection import open_store
 from ckpt_tasks.checkpoint.ranks.exchange import all_or_none, find_exchange
 from ckpt_tasks.checkpoint.restore.leasing import leased
 from ckpt_tasks.checkpoint.restore.reading import Run, open_run
@@ -177,15 +177,8 @@ def _join(rank: int, ranks: int, port: int, listening: int) -> None:
     has_devices = torch.cuda.device_count() >= ranks
     if has_devices:
         torch.cuda.set_device(rank)
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not export this name
-        _HOST,
-        port,
-        ranks,
-        is_master=rank == 0,
-        master_listen_fd=listening if rank == 0 else None,
-        timeout=timedelta(seconds=_JOIN_S),
-        wait_for_workers=False,
-    )
+    fd = listening if rank == 0 else None
+    store = open_store(_HOST, port, ranks, holds=rank == 0, join_s=_JOIN_S, listening_fd=fd)
     backend = "cuda:nccl,cpu:gloo" if has_devices else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
 

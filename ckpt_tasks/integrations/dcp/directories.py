@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from ckpt_tasks.integrations.dcp.reader import CkptReader
 from ckpt_tasks.integrations.dcp.writer import step_of
 from ckpt_tasks.state.tensors.packing import pack
 from ckpt_tasks.state.tensors.tensors import TensorSet
+
+# torch 2.6 has no such option: there a conversion needs a process without a process group.
+_ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in signature(load).parameters else {}
 
 
 def plan_directory(path: str | os.PathLike[str], *, step: int | None = None) -> ImportPlan:
@@ -92,9 +96,9 @@ def export_directory(
     flat = metadata.planner_data is not None
     with warnings.catch_warnings(), new_directory(Path(out).absolute()) as directory:
         warnings.simplefilter("ignore")  # DCP warns that nothing is distributed here.
-        load(state, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=flat), no_dist=True)
+        load(state, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=flat), **_ALONE)
         writer, planner = FileSystemWriter(directory), DefaultSavePlanner(flatten_state_dict=flat)
-        save(state, storage_writer=writer, planner=planner, no_dist=True)
+        save(state, storage_writer=writer, planner=planner, **_ALONE)
         files = [
             ExportedFile(str(Path(out) / path.name), 0, path.stat().st_size) for path in sorted(directory.iterdir())
         ]

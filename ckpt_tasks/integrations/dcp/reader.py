@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -129,7 +129,9 @@ class CkptReader(StorageReader):
             for name, value in values.items()
         }
         about = StorageMeta(self._id or store.url, save_id=str(checkpoint.step), load_id=self.load_id)
-        return Metadata(metadata, planner_data=paths, storage_meta=about, version=CURRENT_DCP_VERSION)
+        known = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch 2.6 has no versions.
+        version = {"version": known} if known else {}
+        return Metadata(metadata, planner_data=paths, storage_meta=about, **version)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: `read_metadata` has opened the checkpoint."""

@@ -322,7 +322,10 @@ def _beside(mesh: Any, _rank: int) -> tuple[int, int]:
 
     Sibling meshes compare equal, but each names only the ranks of its own slice.
     """
-    root = mesh._get_root_mesh()
+    if hasattr(mesh, "_get_root_mesh"):
+        root = mesh._get_root_mesh()
+    else:  # an older torch
+        root = sys.modules["torch.distributed.device_mesh"]._mesh_resources.get_root_mesh(mesh)
     coordinates = torch.isin(root.mesh, mesh.mesh.reshape(-1)).nonzero()
     number, count = 0, 1
     for at, size in zip(coordinates.unbind(1), root.shape, strict=True):

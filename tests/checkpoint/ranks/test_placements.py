@@ -28,7 +28,7 @@ from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.state.tensors.placements import World, place_of
 from ckpt_tasks.state.tensors.tensors import TensorSet
 from tests.checkpoint.ranks.training import config
-from tests.support.gang import run
+from tests.support.gang import distributed, run
 
 Placement = Replicate | Shard | _StridedShard
 NAMES = ("dp_replicate", "dp_shard", "tp")
@@ -113,7 +113,7 @@ def check(layout: Layout, *, by_torch: bool) -> None:
         with fake_rank(rank, size):
             mesh = mesh_of(layout)
             if by_torch:
-                tensor = distribute_tensor(whole, mesh, layout.placements, src_data_rank=None)
+                tensor = distributed(whole, mesh, layout.placements)
             else:
                 local = cut(whole, mesh, layout.placements)
                 tensor = DTensor.from_local(
@@ -153,7 +153,7 @@ def test_a_large_replica_is_divided() -> None:
         with fake_rank(rank, 8):
             mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)[names]
             placements = [Shard(0), Replicate()][: len(dims)]
-            tensor: Any = distribute_tensor(torch.zeros(256, 1024), mesh, placements, src_data_rank=None)
+            tensor: Any = distributed(torch.zeros(256, 1024), mesh, placements)
             found = taken(tensor, World(rank, 8))
             assert found is not None
             assert found[0].numel() == 256 * 1024 / 8
@@ -166,7 +166,7 @@ def test_a_flattened_dimension_of_the_mesh_is_not_a_replica() -> None:
         with fake_rank(rank, 8):
             root = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)
             joined = root["dp_replicate", "dp_shard"]._flatten("every_dp")
-            tensor = distribute_tensor(torch.arange(16), joined, [Shard(0)], src_data_rank=None)
+            tensor = distributed(torch.arange(16), joined, [Shard(0)])
             found = taken(tensor, World(rank, 8))
             if found is not None:
                 written[found[1]] += 1

@@ -20,7 +20,7 @@ def bits(dtype: str, *patterns: bytes) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch's warning of its own dtype
-@pytest.mark.parametrize("dtype", STORED_DTYPES)
+@pytest.mark.parametrize("dtype", [dtype for dtype in STORED_DTYPES if hasattr(torch, dtype)])
 def test_one_bit_in_any_dtype(dtype: str) -> None:
     """P6: in every dtype one changed bit is one differing element, and equal bits, whatever they mean, are none."""
     width = STORED_DTYPES[dtype].nbytes

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ckpt_tasks import open_run
 from ckpt_tasks.dcp import CkptReader, CkptWriter
@@ -29,7 +29,7 @@ from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.ownership import acquire, identify
 from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
 from tests.checkpoint.ranks.test_uneven import state_of as uneven_state
-from tests.support.gang import Gang, report, run
+from tests.support.gang import Gang, distributed, report, run
 
 ROWS = 37
 
@@ -38,7 +38,7 @@ def tensor_of(size: int, dim: int = 0, *, zeros: bool = False, add: int = 0) -> 
     whole = (torch.arange(ROWS * 40.0).reshape(ROWS, 40) + add) * (not zeros)
     if size == 1:
         return whole
-    return distribute_tensor(whole, init_device_mesh("cpu", (size,)), [Shard(dim)], src_data_rank=None)
+    return distributed(whole, init_device_mesh("cpu", (size,)), [Shard(dim)])
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

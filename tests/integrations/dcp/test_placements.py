@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.dcp import CkptReader, CkptWriter
-from tests.support.gang import Gang
+from tests.support.gang import Gang, distributed
 
 Placement = tuple[tuple[int, ...], tuple[Any, ...]] | None  # a mesh and how it cuts, None: a plain tensor
 _KINDS = (Replicate(), Shard(0), Shard(1))
@@ -53,7 +53,7 @@ def placed(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
     mesh, cuts = placement
     here = mesh_of(mesh)
     if type(cuts[0]) is not _StridedShard:
-        return distribute_tensor(tensor, here, cuts, src_data_rank=None)
+        return distributed(tensor, here, cuts)
     dim = cuts[1].dim  # first tensor parallelism over the second dimension, then FSDP over the first
     outer, inner = here.get_local_rank(0), here.get_local_rank(1)
     local = tensor.chunk(2, dim)[inner].chunk(2, dim)[outer].contiguous()
