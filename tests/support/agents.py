@@ -39,7 +39,7 @@ def config_of(run_dir: Path, **options: Any) -> CheckpointConfig:
 
 
 def train(
-    config: CheckpointConfig, params: dict[str, Any], total: int, *, batch: int = 5, tries: int = 9
+    config: CheckpointConfig, params: dict[str, Any], total: int, *, ranks: int = 2, batch: int = 5, tries: int = 9
 ) -> list[CkptError]:
     """Train in batches, as a flow does, and go on after a failure; return the failures.
 
@@ -47,7 +47,7 @@ def train(
     """
     failures: list[CkptError] = []
     engine = Gang() if MARK in os.environ else kept
-    with GangSession(config, PARALLEL, params, ranks=2, flow_run_id="a flow run", engine=engine) as session:
+    with GangSession(config, PARALLEL, params, ranks=ranks, flow_run_id="a flow run", engine=engine) as session:
         while not session.clean or session.position < total:
             try:
                 session.hold_signals(True)
@@ -70,9 +70,11 @@ def train(
 def main(arguments: Sequence[str]) -> None:
     """Train as arguments of `train` in JSON say; write a line when it has ended."""
     options = json.loads(arguments[0])
-    os.environ[MARK] = options["mark"]
+    os.environ |= {MARK: options["mark"], **options.get("environment", {})}
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    failures = train(config_of(Path(options["run"])), options["params"], options["total"], batch=options["batch"])
+    given = {name: options[name] for name in ("ranks", "batch") if name in options}
+    config = config_of(Path(options["run"]), **options.get("config", {}))
+    failures = train(config, options["params"], options["total"], **given)
     sys.stdout.write(f"ended after {len(failures)} failures\n")
 
 

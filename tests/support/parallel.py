@@ -28,7 +28,7 @@ class Parallel:
     "exit", "kill", "stop", "segv" or "term" (itself), "agent" or "server" (kill it), "terminate" (SIGTERM to an agent),
     "full" (its disk takes no more), "nan" (its loss is none) or "slow" (the step takes 12 s). Each leaves a file in
     `folder`, with the time of the host's clock. `trace` gets a line of rank 0's for each completed step: when, in which
-    process, which step, 0.
+    process, which step, 0; and beside it each rank its process.
     """
 
     recorded_params: tuple[str, ...] = ("kind", "plan", "folder", "trace")
@@ -63,6 +63,8 @@ class Parallel:
         self._plan = {step: what for step, rank, what in plan if rank == self._rank}
         self._folder, self._step_s = Path(folder), step_s
         self._trace = trace
+        if trace:
+            Path(f"{trace}.{self._rank}").write_text(str(os.getpid()))
         if logs:
             Thread(target=_log_on, daemon=True).start()
 

@@ -225,8 +225,8 @@ def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // begin.local_size))
     backend = take_device(rank - begin.first_rank, begin.local_size)
-    place = begin.host, begin.port, begin.size
-    store = open_store(*place, holds=rank == 0, join_s=_JOIN_S, listening_fd=listening_fd)
+    at = begin.host, begin.port, begin.size
+    store = open_store(*at, holds=rank == 0, join_s=_JOIN_S, listening_fd=listening_fd)
     own = dist.PrefixStore(begin.secret, store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=own, rank=rank, world_size=begin.size)
 
