@@ -242,7 +242,7 @@ def _full_plans(plans: Sequence[SavePlan]) -> list[SavePlan]:
     Each save needs a new order, so a rank must not write by a cached plan. DCP keeps the last plans by the name of the
     planner's class, which it tells no writer. Raises ConfigError if several planners could have made these plans.
     """
-    if all(plan.usable for plan in plans):
+    if all(getattr(plan, "usable", True) for plan in plans):  # torch 2.6 caches no plans.
         return [*plans]
     kept = [one for one in SavePlanner._cached_global_plan.values() if _may_be(one, plans)]
     if len(kept) != 1:
