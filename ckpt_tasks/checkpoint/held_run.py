@@ -349,14 +349,12 @@ class HeldRun:
             self._tenure.check()
 
     def _log_begun(self) -> None:
-        """Warn of an earlier process that has committed nothing."""
-        earlier = self._own().owner.epoch > 1 and not self._start.is_told  # Otherwise it was this process.
-        if self._own().committer is not None and earlier:
-            soon = f", and the first save comes after {FIRST_INTERVAL_S:.0f} s" if self.config.automatic else ""
-            _log.warning("An earlier process held this run and committed nothing: training begins at step 0%s", soon)
+        """Tell that training begins at step 0, and if an earlier process has committed nothing."""
+        is_earlier = self._own().owner.epoch > 1 and self._own().committer is not None and not self._start.is_told
+        after_s = FIRST_INTERVAL_S if self.config.automatic else None
         if self._ranks.first:
             self._note_again(0)
-            self._start.begun(self._cache.reached)
+            self._start.begun(self._cache.reached, after_death=is_earlier, first_save_s=after_s)
 
     def _log_restored(
         self, chosen: Checkpoint, report: RestoreReport, snapshot: HostSnapshot | None, state: Groups

@@ -285,8 +285,9 @@ class LightningState(Started):
 
 def _note_sizes(noting: Differences, in_a_step: list[list[Any]], ranks: tuple[int, int], effect: str) -> None:
     """Record that a step has other samples than the run's, from each loader, or comes from other ranks."""
-    effect = effect or "The epoch continues behind the samples trained; OneCycleLR keeps its length, and may raise."
     before, now = in_a_step
+    end = "ends before its last rates" if sum(filter(None, now)) > sum(filter(None, before)) else "may raise"
+    effect = f"{effect or 'The epoch continues behind the samples trained.'} OneCycleLR keeps its length, and {end}."
     if before == now and ranks[0] != ranks[1]:
         noting.change("ranks", *ranks, effect)
     elif len(before) == len(now) == 1:

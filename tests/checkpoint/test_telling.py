@@ -62,6 +62,12 @@ def test_each_start_says_from_which_step(run_dir: Path, tmp_path: Path) -> None:
     ended = f"ckpt: Resumed from step 30 of {run_dir}, {SAVED} storage\nNothing was left.*\n"
     assert re.fullmatch(ended, train(run_dir)[1])
 
+    early = tmp_path / "early"
+    begun = f"ckpt: Training begins at step 0: {early} has no checkpoint"
+    assert train(early, 7, signal.SIGKILL, memory=memory)[1] == f"{begun}\n"
+    again = f"{begun}. An earlier process committed nothing, and its 7 steps are trained again\n"
+    assert train(early, 7, signal.SIGKILL, memory=memory)[1] == again
+
 
 @pytest.mark.parametrize(
     ("sets", "lines"),

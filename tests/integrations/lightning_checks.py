@@ -161,7 +161,7 @@ SAYS = [
     "data: ['24 samples (",
     "lr_schedulers: ['ConstantLR'] → ['LinearLR']. A new one continues",
     "max_epochs: 2 → 3. OneCycleLR keeps",
-    "samples in a step: 4 → 6. The epoch continues behind the samples trained; OneCycleLR keeps",
+    "samples in a step: 4 → 6. The epoch continues behind the samples trained. OneCycleLR keeps its length, and ends",
     "seed: '1' → '2'. The run's random streams are restored.",
 ]
 

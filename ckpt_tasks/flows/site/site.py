@@ -324,7 +324,8 @@ def client_of(site: Site) -> Iterator[SyncPrefectClient]:
         if error.response.status_code != 401:
             raise
         raise SiteError(
-            f"the server at {site.url} asks for a password", hint="Set PREFECT_API_AUTH_STRING to it."
+            f"the server at {site.url} asks for a password",
+            hint="Set PREFECT_API_AUTH_STRING to it. If it is not yours, start one beside it: ckpt up --port 4201.",
         ) from error
 
 

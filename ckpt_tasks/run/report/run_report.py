@@ -29,7 +29,7 @@ SHARES_MEAN = {
     "data": "waiting for the next batch",
     "saving": "waiting for snapshots",
     "starting": "from a start or a failure until training continued",
-    "down": "from the last entry of a process that died to the next process",
+    "down": "from the last entry of a process that died until the next one trained",
     "idle": "released, and held by no process",
     "unattributed": "not measured: between steps, or behind the last commit",
 }
