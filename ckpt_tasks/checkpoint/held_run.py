@@ -350,10 +350,11 @@ class HeldRun:
 
     def _log_begun(self) -> None:
         """Tell that training begins at step 0, and if an earlier process has committed nothing."""
-        is_earlier = self._own().owner.epoch > 1 and self._own().committer is not None and not self._start.is_told
-        after_s = FIRST_INTERVAL_S if self.config.automatic else None
+        owned = self._own()
         if self._ranks.first:
             self._note_again(0)
+            is_earlier = owned.owner.epoch > 1 and not self._start.is_told  # Otherwise it was this process.
+            after_s = FIRST_INTERVAL_S if self.config.automatic else None
             self._start.begun(self._cache.reached, after_death=is_earlier, first_save_s=after_s)
 
     def _log_restored(

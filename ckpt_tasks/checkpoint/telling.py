@@ -60,16 +60,19 @@ class Start:
         """Tell nothing."""
         self.is_told, self._is_new, self._ends = True, False, False
 
-    def begun(self, reached: int | None, *, after_death: bool = False, first_save_s: float | None = None) -> None:
-        """Tell that the run has no checkpoint; an earlier process (`after_death`) had completed `reached` steps.
+    def begun(self, reached: int | None, *, after_death: bool, first_save_s: float | None) -> None:
+        """Tell that the run has no checkpoint; an earlier attempt had completed `reached` steps (None: unknown).
 
-        `first_save_s`: when the first save comes; None if the program says when.
+        `after_death`: it was another process's. `first_save_s`: when the first save comes (None: as the program says).
         """
         line = f"Training begins at step 0: {self._url} has no checkpoint"
         if after_death:
-            steps = f", and its {reached} steps are trained again" if reached else ""
+            lost = "one step is" if reached == 1 else f"{reached} steps are"
+            steps = f", and its {lost} trained again" if reached else ""
             soon = "" if first_save_s is None else f". The first save comes after {first_save_s:.0f} s"
             line += f". An earlier process committed nothing{steps}{soon}"
+        else:
+            line += _again(0, reached)
         self._tell(line)
 
     def restored(self, chosen: Checkpoint, snapshot: HostSnapshot | None, reached: int | None) -> None:

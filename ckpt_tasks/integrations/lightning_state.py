@@ -286,14 +286,14 @@ class LightningState(Started):
 def _note_sizes(noting: Differences, in_a_step: list[list[Any]], ranks: tuple[int, int], effect: str) -> None:
     """Record that a step has other samples than the run's, from each loader, or comes from other ranks."""
     before, now = in_a_step
-    end = "ends before its last rates" if sum(filter(None, now)) > sum(filter(None, before)) else "may raise"
-    effect = f"{effect or 'The epoch continues behind the samples trained.'} OneCycleLR keeps its length, and {end}."
+    if before != now:
+        end = "ends before its last rates." if sum(filter(None, now)) > sum(filter(None, before)) else "may raise."
+        effect = f"{effect or 'The epoch continues behind the samples trained.'} OneCycleLR keeps its length, and {end}"
     if before == now and ranks[0] != ranks[1]:
         noting.change("ranks", *ranks, effect)
-    elif len(before) == len(now) == 1:
-        noting.change("samples in a step", before[0], now[0], effect)
     else:
-        noting.change("samples in a step", before, now, effect)
+        was, here = (before[0], now[0]) if len(before) == len(now) == 1 else (before, now)
+        noting.change("samples in a step", was, here, effect)
 
 
 @contextmanager

@@ -148,6 +148,8 @@ def test_lightning_goes_on_behind_the_samples_that_it_has_trained(
     assert [f"takes {now[1] - batches % now[1]} in place of {now[1]}" in message for message in caplog.messages] == [
         fewer
     ] * len(caplog.messages)
+    another = was[0] * was[1] != now[0] * now[1]
+    assert ["OneCycleLR keeps its length" in message for message in caplog.messages] == [another] * len(caplog.messages)
 
 
 CHANGE: dict[str, Any] = {
@@ -180,15 +182,20 @@ def test_what_differs_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert all(line.startswith(says) for line, says in zip(lines, SAYS, strict=True)), lines
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loader_that_counts_batches_is_told_with_its_samples(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    accumulate: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The position of a StatefulDataLoader is a number of batches: with another size samples come twice, as is said."""
+    """The position of a StatefulDataLoader is a number of batches: with another size samples come twice, as is said.
+
+    A schedule ends elsewhere only where a step has another number of samples.
+    """
     fit(tmp_path, 3, loader=StatefulDataLoader)
     with caplog.at_level(logging.WARNING, "ckpt_tasks"):
-        fit(tmp_path, None, 2, loader=StatefulDataLoader)
+        fit(tmp_path, None, 2, accumulate, loader=StatefulDataLoader)
     (block,) = caplog.messages
     assert "The run has trained 3 batches of the epoch, and its loader continues after as many of the present" in block
+    assert ("OneCycleLR keeps its length, and may raise" in block) == (accumulate == 1)
 
 
 def test_an_ended_run_trains_on_with_the_next_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -339,7 +339,7 @@ def find_exchange(group: Any = None, timeout_s: float = _TIMEOUT_S) -> Exchange:
     _made += 1
     c10d = distributed.distributed_c10d
     store = c10d._get_default_store() if group is None else c10d._get_process_group_store(group)
-    name = f"ckpt-tasks/{group.group_name if group is not None else ''}/{_made}"
+    name = f"ckpt-tasks/{(group or distributed.group.WORLD).group_name}/{_made}"
     return StoreExchange(cloned(store), rank, size, name, timeout_s, shared=True)
 
 

@@ -1,4 +1,4 @@
-"""Lightning in ranks: the sums of an epoch, and what is told or refused where the number of ranks is another one."""
+"""Lightning in ranks: the sums of an epoch, and what CkptCallback says or refuses on another number of ranks."""
 
 from __future__ import annotations
 
