@@ -355,7 +355,7 @@ class HeldRun:
             self._note_again(0)
             is_earlier = owned.owner.epoch > 1 and not self._start.is_told  # Otherwise it was this process.
             after_s = FIRST_INTERVAL_S if self.config.automatic else None
-            self._start.begun(self._cache.reached, after_death=is_earlier, first_save_s=after_s)
+            self._start.begun(self._cache.reached(0), after_death=is_earlier, first_save_s=after_s)
 
     def _log_restored(
         self, chosen: Checkpoint, report: RestoreReport, snapshot: HostSnapshot | None, state: Groups
@@ -366,7 +366,7 @@ class HeldRun:
         """
         if self._ranks.first:
             self._note_again(chosen.step)
-            self._start.restored(chosen, snapshot, self._cache.reached)
+            self._start.restored(chosen, snapshot, self._cache.reached(chosen.step))
         origin = self._history.head().state.origin if report.replaced else None
         if report.replaced and not (origin and origin.set and origin.identity == chosen.manifest_digest):
             is_tried = any(isinstance(value, Started) and value.is_tried for value in state.values())
@@ -374,9 +374,10 @@ class HeldRun:
 
     def _note_again(self, step: int) -> None:
         """Note for the next commit which steps of an earlier process are trained again after a start at `step`."""
-        reached = self._cache.reached
+        reached = self._cache.reached(step)
         if reached is not None and reached > step and not self._start.is_told:
             self._own().resume.again = step + 1, reached
+            self._cache.note_again(step, reached)
 
     def _wait_idle(self) -> None:
         """Wait until saves under way have succeeded or failed; raise only the loss of the run."""

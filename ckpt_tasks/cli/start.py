@@ -278,6 +278,8 @@ def up(*, port: PortOption = None, systemd: SystemdOption = False, as_json: Json
     up` started. With --systemd it starts nothing, and prints the units that keep both running, also after a reboot.
     """
     with report_errors(as_json) as out:
+        if not systemd:
+            out.print("Starting what does not run yet. On a busy machine it takes some minutes.")
         with importing_prefect():
             from ckpt_tasks.flows.site.prefect_server import local_url
             from ckpt_tasks.flows.site.site import bring_up
@@ -291,7 +293,6 @@ def up(*, port: PortOption = None, systemd: SystemdOption = False, as_json: Json
             out.print_next(f"systemctl --user enable --now {names}", "loginctl enable-linger")
             return
 
-        out.print("Starting what does not run yet. On a busy machine it takes some minutes.")
         site = bring_up(Path.cwd(), port, out.print)
         facts = {**asdict(site), "deployments": list(site.deployments)}
         asks = f"; it asks for the password in {file}" if (file := site.password_file) else ""

@@ -33,13 +33,14 @@ def test_a_key_never_leads_out_of_the_directory(tmp_path: Path, monkeypatch: pyt
 def test_resumes_and_the_longest_stall_are_counted(run_dir: Path, tmp_path: Path) -> None:
     """A start is no resume: of two owners the second resumed, and said which steps it trained again.
 
-    The median of stalls does not hide a long one.
+    The median of stalls does not hide a long one, nor that of steps what all of them took.
     """
     told = trained(Told(run_dir).taken(), 1, every_s=5.5, steps=5, **COSTS | {"stall_s": 2.5})
-    trained(told.after(9).taken(LOST), 1, every_s=5.5, steps=5, **COSTS, again=[6, 9])
-    trained(told, 1, every_s=5.5, steps=5, **COSTS)
+    trained(told.after(9).taken(LOST), 1, every_s=5.5, steps=5, **COSTS, trained_s=3.0, again=[6, 9])
+    trained(told, 1, every_s=5.5, steps=5, **COSTS, trained_s=4.0)
     shown = [" ".join(line.split()) for line in ckpt("report", run_dir, "--out", tmp_path / "out.html").out.split("\n")]
     assert "resumed 1 time, in 1 flow run; 4 steps trained again" in shown
+    assert "a step takes 1.0 s (median), 700 ms on average" in shown
     assert "a save blocks training 500 ms (median), 2.5 s at most, 3.5 s in all" in shown
 
 

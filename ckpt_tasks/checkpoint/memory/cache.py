@@ -93,11 +93,15 @@ class SnapshotCache:
         self.left: MemoryDirectory | None = None  # No longer in use, but a restart may need its snapshots.
         self._said = False  # True once the warning "snapshots end with this process" was logged.
 
-    @property
-    def reached(self) -> int | None:
-        """The last step that the process before this one has completed; None if this host does not know."""
+    def reached(self, begin: int) -> int | None:
+        """Return the last step after `begin` that earlier processes have completed; None if this host does not know."""
         memory = self.left or self.memory
-        return memory.reached if isinstance(memory, MemoryDirectory) else None
+        return memory.reached(begin) if isinstance(memory, MemoryDirectory) else None
+
+    def note_again(self, begin: int, reached: int) -> None:
+        """Note for the next process of this host that the steps between are repeated, until a commit."""
+        if isinstance(self.memory, MemoryDirectory):
+            self.memory.note_again(begin, reached)
 
     def note_step(self, step: int) -> None:
         """Note the last completed step for the next process of this host."""

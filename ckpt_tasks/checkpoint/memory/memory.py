@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from struct import Struct
 from typing import Protocol
 
 from ckpt_tasks.checkpoint.memory.pages import advise_huge, allocate_pages, has_all_pages
@@ -44,7 +45,7 @@ SLOTS = ("a", "b")
 _DYING_S = 5.0  # A killed process of many GiB takes seconds to end.
 _LOOK_AGAIN_S = 0.05
 _LEFT_S = 86_400.0  # Keep the memory of a run that seems gone for this long: its disk may be mounted late.
-_ABOUT_BYTES, _STEP_BYTES = 4096, 8  # The parts of a lock file.
+_ABOUT_BYTES, _STEPS = 4096, Struct(">3Q")  # The parts of a lock file.
 _HELD: set[Path] = set()  # The directories that this process holds: lockf does not exclude within a process.
 _FILLED: set[Path] = set()  # Slots that this process has filled (or its parent, before a fork): threads may read them.
 
@@ -160,8 +161,7 @@ class SlotFiles:
 class MemoryDirectory(SlotFiles):
     """The slots of one run in a memory directory; raises StoreError if another process holds them.
 
-    `about` is written into the lock file; it names the run of the slots. `reached` is the last step that the process
-    before this one has completed; None if it has noted no step.
+    `about` is written into the lock file; it names the run of the slots.
     """
 
     _is_ours = True
@@ -182,8 +182,9 @@ class MemoryDirectory(SlotFiles):
             close_descriptor(lock)
             raise StoreError(f"another process holds the memory directory {self.path}") from error
         os.pwrite(lock, os.fsencode(about)[:_ABOUT_BYTES], 0)  # The directory's own name is only a hash.
-        noted = os.pread(lock, _STEP_BYTES, _ABOUT_BYTES)
-        self.reached = int.from_bytes(noted) if len(noted) == _STEP_BYTES else None
+        noted = os.pread(lock, _STEPS.size, _ABOUT_BYTES)
+        self._noted = _STEPS.unpack(noted) if len(noted) == _STEPS.size else None
+        self._again = 0, 0
         self._lock_fd = lock
         _HELD.add(self.path)
         self._lock = os.fstat(lock)
@@ -197,11 +198,22 @@ class MemoryDirectory(SlotFiles):
         except OSError:
             return False
 
+    def reached(self, begin: int) -> int | None:
+        """Return the last step that earlier processes have completed after step `begin`; None if none was noted."""
+        if self._noted is None:
+            return None
+        step, began, furthest = self._noted
+        return max(step, furthest) if began == begin else step
+
+    def note_again(self, begin: int, reached: int) -> None:
+        """Note with each step that this process repeats those after `begin`, in case that it dies before a commit."""
+        self._again = begin, reached
+
     def note_step(self, step: int) -> None:
         """Note the last completed step for the next process; do nothing if that is impossible."""
         if self.path in _HELD:  # Otherwise another file may have the descriptor's number.
             with suppress(OSError):
-                os.pwrite(self._lock_fd, step.to_bytes(_STEP_BYTES), _ABOUT_BYTES)
+                os.pwrite(self._lock_fd, _STEPS.pack(step, *self._again), _ABOUT_BYTES)
 
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
         """Unseal the slot and map its files, with all pages allocated; the old contents are lost.

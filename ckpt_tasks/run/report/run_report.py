@@ -106,7 +106,11 @@ class Report:
         steps_s = [moment.step_s for moment in commits if moment.step_s is not None]
         if steps_s:
             stalls_s = sorted(moment.stall_s for moment in commits)
-            rows.append(("a step takes", f"{fine_span(median(steps_s))} (median)"))
+            line = [moment for moment in commits if moment.n in course.line]
+            trained = (line[-1].step or 0) - (line[0].step or 0) if line else 0  # A fork does not begin at step 0.
+            trained_s = sum(moment.trained_s for moment in line[1:])
+            mean = f", {fine_span(trained_s / trained)} on average" if trained > 0 and trained_s > 0 else ""
+            rows.append(("a step takes", f"{fine_span(median(steps_s))} (median){mean}"))
             most = f", {fine_span(stalls_s[-1])} at most, {fine_span(sum(stalls_s))} in all"
             rows.append(("a save blocks training", f"{fine_span(median(stalls_s))} (median){most}"))
         rows += self.of_features[1]

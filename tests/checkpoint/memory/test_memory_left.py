@@ -90,7 +90,7 @@ def test_the_last_step_is_noted_beside_the_name_of_the_run(tmp_path: Path) -> No
     """The next process reads the last step of a memory directory; a sweep and the doctor still read the run's name."""
     (root := private_root(tmp_path)).joinpath("other").mkdir()
     memory = MemoryDirectory(root, "run", "/runs/first")
-    assert memory.reached is None
+    assert memory.reached(0) is None
     memory.note_step(17)
     memory.close(keep=True)
     memory.note_step(18)  # The descriptor's number may be another file's by now.
@@ -104,5 +104,5 @@ def test_the_last_step_is_noted_beside_the_name_of_the_run(tmp_path: Path) -> No
     assert ("run", "/runs/first") in seen
     assert is_of(root / "run/lock", b"/runs/first")
     after = MemoryDirectory(root, "run", "/runs/first")
-    assert after.reached == 17
+    assert after.reached(0) == 17
     after.close(keep=False)
