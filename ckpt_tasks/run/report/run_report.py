@@ -106,11 +106,7 @@ class Report:
         steps_s = [moment.step_s for moment in commits if moment.step_s is not None]
         if steps_s:
             stalls_s = sorted(moment.stall_s for moment in commits)
-            line = [moment for moment in commits if moment.n in course.line]
-            trained = (line[-1].step or 0) - (line[0].step or 0) if line else 0  # A fork does not begin at step 0.
-            trained_s = sum(moment.trained_s for moment in line[1:])
-            mean = f", {fine_span(trained_s / trained)} on average" if trained > 0 and trained_s > 0 else ""
-            rows.append(("a step takes", f"{fine_span(median(steps_s))} (median){mean}"))
+            rows.append(("a step takes", f"{fine_span(median(steps_s))} (median){self._average()}"))
             most = f", {fine_span(stalls_s[-1])} at most, {fine_span(sum(stalls_s))} in all"
             rows.append(("a save blocks training", f"{fine_span(median(stalls_s))} (median){most}"))
         rows += self.of_features[1]
@@ -118,6 +114,13 @@ class Report:
             shown = sort_metrics(commits[-1].metrics)[:_METRICS_SHOWN]
             rows.append(("last metrics", ", ".join(f"{n} {number(commits[-1].metrics[n])}" for n in shown)))
         return [*rows, ("checkpoints in", self.url)]
+
+    def _average(self) -> str:
+        """Return words for what all steps between the first and the last commit of the final line took, shared out."""
+        line = [place.moment for place in self.course.of("commit") if place.moment.n in self.course.line]
+        steps = (line[-1].step or 0) - (line[0].step or 0) if line else 0  # A fork does not begin at step 0.
+        trained_s = sum(moment.trained_s for moment in line[1:])
+        return f", {fine_span(trained_s / steps)} on average" if steps > 0 and trained_s > 0 else ""
 
     @property
     def of_features(self) -> tuple[dict[str, Any], list[tuple[str, str]]]:
