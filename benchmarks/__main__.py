@@ -20,6 +20,7 @@ from benchmarks import (
     dcp,
     frameworks,
     gang,
+    hooks,
     ledger,
     loop,
     many,
@@ -49,6 +50,7 @@ _TABLES = {
     "ranks": ranks,
     "dcp": dcp,
     "frameworks": frameworks,
+    "hooks": hooks,
     "scale": scale,
     "tables": tables,
 }

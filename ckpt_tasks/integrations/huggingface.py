@@ -171,12 +171,11 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
             set_streams(self._streams)
             self._streams = None
             loader, whole = self.accelerator.gradient_state.active_dataloader, self._loader
-            if (
-                isinstance(getattr(loader, "batch_sampler", None), SkipBatchSampler)
-                and not whole.batch_sampler.drop_last
-            ):
+            size = getattr(whole, "total_batch_size", None)  # A sampler of batches of many sizes has none.
+            is_skipped = isinstance(getattr(loader, "batch_sampler", None), SkipBatchSampler)
+            if is_skipped and size and not whole.batch_sampler.drop_last:
                 # Without it accelerate gathers the samples twice that fill up the epoch's last batch.
-                loader.remainder = whole.total_dataset_length % whole.total_batch_size
+                loader.remainder = whole.total_dataset_length % size
         elif self.state.global_step > self.ckpt.position:
             self.ckpt.step(
                 self.state.global_step,

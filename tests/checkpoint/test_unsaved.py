@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -299,6 +300,30 @@ def test_an_epoch_that_begins_again(  # noqa: PLR0917
         batches[0] = islice(loader, begin, None)
         trained(6, {**training(), **more}, tmp_path, draw)
     assert ["samples come twice" in text for text in caplog.messages] == [True] * ((stop, begin) == (3, 0))
+
+
+class Unsized(Dataset[int]):
+    """The data of a file that is read by place: it does not know how many there are."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Uncounted(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+@pytest.mark.parametrize(("data", "sampler"), [(Unsized(), InOrder(range(8))), (DATA, Uncounted())])
+def test_a_loader_without_a_length_is_no_hindrance(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, data: Any, sampler: Any
+) -> None:
+    """A DataLoader asks neither its data set nor its sampler for a length: a save after a resume does not either."""
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        for stop in (3, 5):
+            batches = iter(DataLoader(data, batch_size=2, sampler=sampler))
+            trained(stop, training(), tmp_path, lambda batches=batches: next(batches))  # type: ignore[misc]
+    assert caplog.messages == []
 
 
 def again(rank: int, size: int, place: str, count: int) -> list[str]:

@@ -49,8 +49,12 @@ def is_whole(sampler: Any, dataset: Any) -> bool:
     if is_drawn or hasattr(sampler, "state_dict") or _has_begin(sampler):
         return False
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+    try:
+        count, size = len(sampler), len(dataset)
+    except TypeError:  # A DataLoader with a sampler asks neither for its length.
+        return False
     # A list of the samples that are left is shorter.
-    return len(sampler) in (len(dataset), len(dataset) // ranks, -(-len(dataset) // ranks))
+    return count in (size, size // ranks, -(-size // ranks))
 
 
 def _has_begin(sampler: Any) -> bool:
