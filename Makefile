@@ -114,8 +114,8 @@ test-frameworks: $(SERVERS_STAMP) $(FRAMEWORKS_STAMP) ## types with the framewor
 test-newest: ## try the newest torch and Prefect of the index, in .venv/newest; it may say no, and then says why
 	PYTHON=$(PYTHON) .ci/newest $(ARGS)
 
-test-all: check frameworks servers pythons ## check, then every test but those of test-e2e, the long forms and those with heavy servers too
-	HYPOTHESIS_PROFILE=all REQUIRED_SERVERS="ministack liar ceph azurite gcs" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not e2e" $(ARGS)
+test-all: check frameworks servers pythons ## check, then every test but those of test-e2e and soak, the long forms and those with heavy servers too
+	HYPOTHESIS_PROFILE=all REQUIRED_SERVERS="ministack liar ceph azurite gcs" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not e2e and not soak" $(ARGS)
 
 test-e2e: install $(SERVERS_STAMP) ## a real server on SQLite and on PostgreSQL, a worker, deployments, kills: more than half an hour
 	$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync e2e-sqlite e2e-postgresql
@@ -123,9 +123,10 @@ test-e2e: install $(SERVERS_STAMP) ## a real server on SQLite and on PostgreSQL,
 e2e-%: install $(SERVERS_STAMP)
 	REQUIRED_SERVERS="ministack" $(BIN)/python -m pytest -m e2e -k $* -v --log-cli-level=WARNING $(ARGS)
 
-soak: install $(SERVERS_STAMP) ## look at new examples, a thousand for each property; what it finds becomes a case with a name
+soak: frameworks $(SERVERS_STAMP) ## look at new examples, a thousand for each property, and kill at random for hours; what it finds becomes a case with a name
 	HYPOTHESIS_PROFILE=soak REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 7200 \
 		-m "not slow and not framework" $$(grep -rl hypothesis tests --include='test_*.py') $(ARGS)
+	REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m soak $(ARGS)
 
 bench: frameworks ## print the figures beside torch.save, safetensors and DCP
 	$(BIN)/python -m benchmarks $(ARGS)

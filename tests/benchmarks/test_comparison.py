@@ -14,7 +14,9 @@ from benchmarks.comparison.table import ROWS, cell
 @pytest.mark.framework
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
+@pytest.mark.parametrize(
+    "tool", [TOOLS[0], *(pytest.param(tool, marks=pytest.mark.soak) for tool in TOOLS[1:])], ids=lambda tool: tool.name
+)
 def test_the_experiments_end_as_the_table_says(tool: Tool, tmp_path: Path) -> None:
     """P30, P49, P73: killed, killed while it saves, cut, flipped, two writers: each tool does what its column says."""
     if not tool.installed:

@@ -233,7 +233,7 @@ def test_sigterm_when_nobody_reads_the_output(start: Start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["once", "twice"])
 @pytest.mark.parametrize("place", PLACES)
 def test_sigterm_to_flow_run_execute(start: Start, place: str, twice: bool) -> None:
     """P69: the step ends and is committed, the directory is released, and the flow run is scheduled again.

@@ -16,6 +16,7 @@ from tests.support.legs import (
     random_moments,
     within,
 )
+from tests.support.sweeps import drawn
 
 Row = tuple[str, str, dict[str, Any], list[int]]
 BACKENDS = ("torch", "jax", "tensorflow")
@@ -78,7 +79,7 @@ def test_killed_in_some_steps(
 
 
 @slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", drawn(2, 12))
 @pytest.mark.parametrize("framework", GROUPS)
 def test_killed_at_random(framework: str, seed: int, tmp_path: Path) -> None:
     """P16, P73: kills in steps, in saves and anywhere, in a framework's start too, change no bit."""

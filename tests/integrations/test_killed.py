@@ -156,9 +156,10 @@ def odd(job: str, options: dict[str, Any]) -> list[Moment]:
     return within(range(1, 9 if few else 36 if job == LIGHTNING else 30, 2))
 
 
-def of_seed(job: str, seed: int) -> Row:
+def of_seed(job: str, seed: int) -> Any:
     own = {"val": 0.5, "ema": seed % 2 == 1} if job == LIGHTNING else {"logging": 1 + seed % 5}
-    return job, {"scaled": True, **own}, random_moments(seed)
+    marks = [pytest.mark.soak] * (seed >= 4)
+    return pytest.param(job, {"scaled": True, **own}, random_moments(seed), marks=marks)
 
 
 @pytest.mark.slow

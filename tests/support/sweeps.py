@@ -29,6 +29,11 @@ def quick_first(cases: Iterable[Any], every: int = 0) -> list[Any]:
     ]
 
 
+def drawn(few: int, many: int) -> list[Any]:
+    """Give the seeds of kills at random: a few for `make test-all`, all of them for `make soak`."""
+    return [pytest.param(seed, marks=() if seed < few else pytest.mark.soak) for seed in range(many)]
+
+
 def strides(quick: int) -> pytest.MarkDecorator:
     """Let the quick form of a sweep strike every `quick`-th call, the long one each."""
     return pytest.mark.parametrize("stride", [quick, pytest.param(1, marks=pytest.mark.slow)])

@@ -1,9 +1,9 @@
 """SIGKILL of a rank, all ranks, the fork server or the agent at any moment: the end is that of an undisturbed gang.
 
-Every seed is a run that is killed. As many as you like, from the first one on, or one of them again::
+Every seed is a run that is killed. All of them, or one of them again::
 
-    KILLS=200 python -m pytest -m slow tests/flows/gang/test_kills.py
-    KILLS=200 python -m pytest -m slow tests/flows/gang/test_kills.py -k "[31]"
+    python -m pytest -m slow tests/flows/gang/test_kills.py
+    python -m pytest -m slow tests/flows/gang/test_kills.py -k "[31]"
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ckpt_tasks.errors import CkptError
 from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from tests.support.agents import config_of, left, main, train, trained
 from tests.support.children import Child
+from tests.support.sweeps import drawn
 from tests.support.waiting import until
 
-KILLS = int(os.environ.get("KILLS", "40"))
 TOTAL = 24
 VICTIMS = ("rank", "rank", "rank 0", "all ranks", "server", "agent", "agent")
 PHASES = ("start", "step", "step", "save", "any")
@@ -95,7 +95,7 @@ def is_there(phase: str, trace: Path, run_dir: Path, at: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(KILLS))
+@pytest.mark.parametrize("seed", drawn(8, 200))
 def test_a_kill_at_any_moment(run_dir: Path, tmp_path: Path, seed: int, whole: Whole) -> None:
     """P1, P73: whoever is killed, whenever: nothing committed is lost, the end is bit-equal, no process is left."""
     draw = Random(seed)

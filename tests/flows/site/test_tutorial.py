@@ -24,7 +24,7 @@ from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "TUTORIAL.md"
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 
 
 class Typed(NamedTuple):

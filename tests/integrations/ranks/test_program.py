@@ -40,7 +40,7 @@ def test_killed_twice_a_program_ends_as_a_script(server: dict[str, str], tmp_pat
     ("stop", "options"),
     [
         (2, {"args": FSDP2}),
-        pytest.param(6, {"args": FSDP2, "lost": 2}, marks=pytest.mark.slow),
+        pytest.param(6, {"args": FSDP2, "lost": 2}, marks=[pytest.mark.slow, pytest.mark.soak]),
         pytest.param(6, {"lost": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
