@@ -183,7 +183,9 @@ class MemoryDirectory(SlotFiles):
             raise StoreError(f"another process holds the memory directory {self.path}") from error
         os.pwrite(lock, os.fsencode(about)[:_ABOUT_BYTES], 0)  # The directory's own name is only a hash.
         noted = os.pread(lock, _STEPS.size, _ABOUT_BYTES)
-        self._noted = _STEPS.unpack(noted) if len(noted) == _STEPS.size else None
+        self._noted: tuple[int, int, int] | None = None
+        if len(noted) == _STEPS.size:
+            self._noted = _STEPS.unpack(noted)
         self._again = 0, 0
         self._lock_fd = lock
         _HELD.add(self.path)
