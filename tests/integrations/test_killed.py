@@ -38,6 +38,8 @@ QUICK: list[Row] = [
     (LIGHTNING, {"module": "manual", "late": True, "workers": 2}, within([1, 28])),
     # A stream of datasets, in the first epoch and in the last one.
     (LOADERS, {"over": "stream"}, within([5, 29])),
+    # Batches of many sizes.
+    (TRAINER, {"args": {"train_sampling_strategy": "batch_rebalance"}}, within([5])),
 ]
 SLOW: list[Row] = [
     (LIGHTNING, {"accumulates": True}, within([5, 14])),
