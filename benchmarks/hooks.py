@@ -10,6 +10,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -116,25 +117,19 @@ def _accelerate(net: nn.Module, loss_of: _Marked, steps: int, config: Checkpoint
     accelerator: Any = import_module("accelerate").Accelerator(cpu=True)
     _, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
 
-    def train(batch: torch.Tensor) -> None:
-        accelerator.backward(loss_of(batch))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    if config is None:
-        loader = accelerator.prepare(_loader(DataLoader))
-        for (batch,) in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), steps):
-            train(batch)
-        return
     state_of: Any = import_module("ckpt_tasks.integrations.huggingface").state_of
-    data = _loader(ResumableLoader)
-    state = {**state_of(accelerator), "data": data}
-    with Checkpointer(config) as ckpt:
-        step = ckpt.restore(state)
-        for (batch,) in itertools.islice(itertools.chain.from_iterable(itertools.repeat(data)), steps):
-            train(batch)
-            step += 1
-            ckpt.step(step, state)
+    loader = accelerator.prepare(_loader(DataLoader)) if config is None else _loader(ResumableLoader)
+    state = {} if config is None else {**state_of(accelerator), "data": loader}
+    with nullcontext() if config is None else Checkpointer(config) as ckpt:
+        if ckpt is not None:
+            ckpt.restore(state)
+        batches = itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), steps)
+        for step, (batch,) in enumerate(batches, 1):
+            accelerator.backward(loss_of(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            if ckpt is not None:
+                ckpt.step(step, state)
 
 
 _LOOPS = {"Lightning": _lightning, "Trainer": _trainer, "accelerate": _accelerate}

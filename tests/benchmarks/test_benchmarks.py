@@ -49,11 +49,11 @@ def test_benchmarks_with_processes_run(tmp_path: Path) -> None:
     Every tool that is installed is in every row of the stall, after its last save was read back and compared.
     """
     figures = run(
-        tmp_path, "save_restore", "stall", "loop", "prefect", "ranks", "scale", "gang", "frameworks", "resumes"
+        tmp_path, "save_restore", "stall", "loop", "prefect", "ranks", "scale", "gang", "frameworks", "hooks", "resumes"
     )
     rows = figures["save_restore"]["rows"]
     assert all(any(name.startswith("ckpt-tasks") for name in cells) for cells in rows.values())
-    assert all(OURS in cells for name in ("ranks", "loop") for cells in figures[name]["rows"].values())
+    assert all(OURS in cells for name in ("ranks", "loop", "hooks") for cells in figures[name]["rows"].values())
     assert figures["gang"]["gang"]["lines"] == 0 < figures["gang"]["torchrun, dcp"]["lines"]
     absent = {name for name, kind in CONTENDERS.items() if not is_installed(kind)}
     assert absent == figures["stall"]["absent"].keys()

@@ -56,7 +56,7 @@ def test_killed_at_any_request_training_ends_as_if_nothing_had_happened(
     """P22, P30, P31, P67, P73: weights, optimizer and data are the uninterrupted run's; no commit is lost, none torn.
 
     What a kill leaves under way is lost, or done and not heard of, or arrives after the death. Nothing of it lasts:
-    in the end there are neither orphans nor unfinished uploads.
+    behind a last commit, or a prune, there are neither orphans nor unfinished uploads.
     """
     dice, killed, round_ = random.Random(kills), 0, 0
     while killed < kills:
