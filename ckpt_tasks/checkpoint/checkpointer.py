@@ -29,6 +29,7 @@ from ckpt_tasks.format.policy.cadence import SavePoint
 from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.gc_pause import collects_here, gc_paused
 from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.metrics import held
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.data.loops import may_train
 from ckpt_tasks.state.data.whole_epochs import check_dealt, check_passes
@@ -237,10 +238,10 @@ class Checkpointer(HeldRun):
         now = point(step, epoch)
         due, ending = self._due(now, metrics)
         taken = due or ending
-        self._check_step(step, metrics, saving=taken)
+        numbers = self._check_step(step, metrics, saving=taken)
         self._at.stepped(now)
         self._cache.note_step(step)
-        self._extensions.tell(Extension.stepped, step, state, {} if metrics is None else metrics)
+        self._extensions.tell(Extension.stepped, step, state, numbers)
         if taken:
             keep = ending or bool(self.config.retention_policy.preserves(*self._at.saves(now)))
             self._snapshot(now, state, metrics, keep=keep, interim=not due, why="signal" if ending else "")
@@ -270,12 +271,12 @@ class Checkpointer(HeldRun):
         if not isinstance(interim, bool):
             raise ConfigError(f"interim is True or False, not {interim!r:.80}")
         self._raise_failure()
-        self._check_step(step, metrics, saving=True)
+        numbers = self._check_step(step, metrics, saving=True)
         now = point(step, epoch)
         _, ending = self._due(now, metrics, saving=True)
         self._at.stepped(now)
         self._cache.note_step(step)
-        self._extensions.tell(Extension.stepped, step, state, {} if metrics is None else metrics)
+        self._extensions.tell(Extension.stepped, step, state, numbers)
         why = "signal" if ending else "batch" if interim else "call"
         snapshot = self._snapshot(now, state, metrics, keep=True, interim=interim, why=why)
         self._writer.wait()
@@ -334,18 +335,17 @@ class Checkpointer(HeldRun):
         self._at.saved(step, epoch, interim=interim)
         return snapshot
 
-    def _check_step(self, step: int, metrics: Metrics | None, *, saving: bool) -> None:
-        """Raise FencedError if the heartbeat has seen another owner; handle non-finite metrics by `on_non_finite`.
-
-        Also raises NonFiniteError. If the step is saved, errors are raised in all ranks.
-        """
+    def _check_step(self, step: int, metrics: Metrics | None, *, saving: bool) -> Mapping[str, Any]:
+        """Return the metrics as `held` does; raise FencedError or StateError, in all ranks if the step is saved."""
         try:
             self._check_owner()
-            self._extensions.tell(Extension.check, step, {} if metrics is None else metrics, saving=saving)
+            numbers = {} if metrics is None else held(metrics, step)
+            self._extensions.tell(Extension.check, step, numbers, saving=saving)
         except (FencedError, StateError) as error:
             if saving:
                 self._refuse_save(error)
             raise
+        return numbers
 
     def _note(self, chosen: Checkpoint, report: RestoreReport, state: Groups, *, newest: bool) -> Rollback | None:
         """Record in the run's history which checkpoints a restore skipped, and from which failed step it goes back."""

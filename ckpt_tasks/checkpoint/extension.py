@@ -118,7 +118,10 @@ class Extension:
         """All ranks have heard a wish, at the same step; the feature to which it belongs may raise StateError."""
 
     def check(self, step: int, metrics: Metrics, *, saving: bool) -> None:
-        """Check the metrics of a step, before it is saved if it is; the feature may raise StateError."""
+        """Check a step before it is saved, if it is; the feature may raise StateError.
+
+        From here on metrics are floats, or copies of tensors on a device.
+        """
 
     def stepped(self, step: int, state: Mapping[str, Any], metrics: Metrics) -> None:
         """A step has ended; it is not saved yet."""
@@ -150,7 +153,7 @@ class Extensions:
 
     def __init__(self, features: Sequence[Extension] = ()):
         self._all = features
-        self._at: dict[str, list[Callable[..., Any]]] = {}  # By the name of a moment, what is done at it.
+        self._at: dict[Callable[..., Any], list[Callable[..., Any]]] = {}  # By a moment, what is done at it.
 
     @classmethod
     def of(cls, config: CheckpointConfig, history: History | None, world: World | None = None) -> Extensions:
@@ -181,9 +184,8 @@ class Extensions:
 
     def at(self, moment: Callable[..., Any]) -> Sequence[Callable[..., Any]]:
         """Return the methods of the features that override a moment."""
-        name = moment.__name__
-        if (methods := self._at.get(name)) is None:
-            methods = self._at[name] = [
-                getattr(one, name) for one in self._all if getattr(type(one), name) is not moment
-            ]
+        if (methods := self._at.get(moment)) is None:
+            name = moment.__name__
+            methods = [getattr(one, name) for one in self._all if getattr(type(one), name) is not moment]
+            self._at[moment] = methods
         return methods

@@ -240,13 +240,13 @@ class _Once(Dataset[Any]):
 
     def __init__(self, batches: Any):
         self._batches = batches
-        self._last: tuple[list[tuple[int, int]], Any] = [], None
+        self._last: tuple[Any, Any] = None, None
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __getitems__(self, samples: list[SampleId]) -> Any:
-        wanted = [(sample.epoch, int(sample)) for sample in samples]
+        wanted = samples[0].epoch, samples
         if self._last[0] != wanted:
             self._last = wanted, self._batches.__getitems__(samples)
         return self._last[1]

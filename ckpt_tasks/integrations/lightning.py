@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -126,10 +127,11 @@ class CkptCallback(Callback):
         if loaders is None:
             return  # This fetch is ahead of the training.
         # Save nothing within an accumulation: a checkpoint would lack its gradients.
-        stepped, self._seen_step = trainer.global_step > self._seen_step, trainer.global_step
-        if stepped and trainer.global_step > self.ckpt.position:
+        step, seen = trainer.global_step, self._seen_step
+        self._seen_step = step
+        if step > seen and step > self.ckpt.position:
             metrics = numbers(logged_values(trainer))
-            self.ckpt.step(trainer.global_step, self._state, metrics=metrics, epoch=trainer.current_epoch)
+            self.ckpt.step(step, self._state, metrics=metrics, epoch=trainer.current_epoch)
             if trainer.received_sigterm:  # Lightning's own handler has received the signal.
                 raise SIGTERMException
 
@@ -192,16 +194,16 @@ class _LoaderPositions:
     def __init__(self) -> None:
         self._seen: deque[list[Any]] = deque(maxlen=2)
 
-    def before_next(self, trainer: Trainer) -> list[Any] | None:
-        """Remember the positions before a fetch; return the positions before the next batch, or None if unknown."""
+    def before_next(self, trainer: Trainer) -> Callable[[], list[Any]] | None:
+        """Remember the positions before a fetch; what returns those before the next batch, or None if unknown."""
         fetcher: Any = trainer.fit_loop._data_fetcher
-        ahead = 0 if _fetches_in_step(trainer) or fetcher.length is not None else 1
+        if _fetches_in_step(trainer) or fetcher.length is not None:
+            return partial(_positions, trainer)  # Only a save asks.
         if not fetcher.fetched:
             self._seen.clear()
-            if ahead:
-                return None  # A stream would not continue, but begin its epoch again.
-        self._seen.append([loader.state_dict() for loader in _stateful(trainer)])
-        return self._seen[-1 - ahead] if len(self._seen) > ahead else None
+            return None  # A stream would not continue, but begin its epoch again.
+        self._seen.append(_positions(trainer))
+        return partial(list, self._seen[0]) if len(self._seen) > 1 else None
 
 
 def _fetches_in_step(trainer: Trainer) -> bool:
@@ -224,7 +226,7 @@ def _begin_streams(trainer: Trainer) -> None:
             stream.load_state_dict({**stream.state_dict(), "epoch": -1})
 
 
-def _stateful(trainer: Trainer) -> list[Any]:
+def _positions(trainer: Trainer) -> list[Any]:
     combined = trainer.fit_loop._combined_loader
-    loaders = combined.flattened if combined is not None else []
-    return [loader for loader in loaders if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")]
+    loaders: list[Any] = combined.flattened if combined is not None else []
+    return [one.state_dict() for one in loaders if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]

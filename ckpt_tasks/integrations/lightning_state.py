@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -91,7 +91,7 @@ class LightningState(Started):
     def __init__(self, trainer: Trainer, module: LightningModule):
         self._trainer = trainer
         self._module = module
-        self.loaders: list[Any] | None = None  # None: save the loaders' own states.
+        self.loaders: Callable[[], list[Any]] | None = None  # None: save the loaders' own states.
         self._given: dict[str, Any] | None = None
         self._own: dict[str, Any] = {}
         self._begun = False
@@ -131,7 +131,7 @@ class LightningState(Started):
         loop = dump["loops"]["fit_loop"]
         progress = loop["epoch_loop.batch_progress"]
         if self.loaders is not None:
-            loop["state_dict"] = {**loop["state_dict"], "combined_loader": self.loaders}
+            loop["state_dict"] = {**loop["state_dict"], "combined_loader": self.loaders()}
             for counts in (progress["total"], progress["current"]):
                 counts["ready"] = counts["started"] + 1
         # The next batch may be the last one of the epoch: without this the restored loop would end the epoch.

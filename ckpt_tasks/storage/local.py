@@ -52,6 +52,7 @@ _DIRECT_BYTES = 1 << 20  # Below this size, alignment costs more than it saves.
 _ALIGNMENT = 4096
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}", re.ASCII)
 _OLD_S = 3600.0
+_NAMES_TRIED = 3
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
@@ -105,8 +106,7 @@ class LocalStore(OneByOne):
     def replace(self, name: str, body: bytes) -> None:
         path = self._path(name)
         with our_errors(name, path):
-            temporary = _temporary(path)
-            self._write_new(temporary, body)
+            temporary = self._write_temporary(path, body)
             try:
                 self._calls.replace(temporary, path)
             except BaseException:
@@ -251,13 +251,22 @@ class LocalStore(OneByOne):
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _publish(self, path: Path, name: str, body: bytes) -> None:
-        temporary = _temporary(path)
-        self._write_new(temporary, body)
+        temporary = self._write_temporary(path, body)
         try:
             self._link(temporary, path)
             self._confirm(path, name)
         finally:
             self._unlink_quietly(temporary)
+
+    def _write_temporary(self, path: Path, body: bytes) -> Path:
+        """Write a file beside `path`, and return where it is."""
+        for _ in range(_NAMES_TRIED):
+            temporary = path.parent / f".tmp-{secrets.token_hex(8)}"
+            # Over NFS a file can be made, the answer lost, and the repeated request refused: `path` does not exist.
+            with suppress(FileExistsError):
+                self._write_new(temporary, body)
+                return temporary
+        raise OSError(errno.EIO, "each new file is said to exist already")
 
     def _write_new(self, path: Path, body: bytes) -> None:
         self._directory(path.parent)
@@ -382,10 +391,6 @@ class LocalStore(OneByOne):
                 why = f"the object ends at byte {begin + done}, {into.nbytes - done} too early"
                 raise IntegrityError(why, key=name)
             done += count
-
-
-def _temporary(path: Path) -> Path:
-    return path.parent / f".tmp-{secrets.token_hex(8)}"
 
 
 def _address(piece: memoryview) -> int:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tasks.errors import CommitUncertainError, IntegrityError, StoreError
+from ckpt_tasks.errors import CommitUncertainError, IntegrityError, ObjectExistsError, StoreError
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 from tests.storage.conformance import StoreConformance, files, pattern
@@ -306,6 +307,31 @@ def test_what_a_killed_process_left_is_swept_when_it_is_old(tmp_path: Path) -> N
         os.utime(ledger / name, (0, 0))
     LocalStore(tmp_path / "run").put_if_absent("ledger/2", b"x")
     assert files(ledger) == [".nfs0001", ".tmp-8899aabbccddeeff", ".tmp-other", "1", "2", "99"]
+
+
+def test_a_new_file_whose_answer_was_lost_is_not_the_object(tmp_path: Path) -> None:
+    """P32: over NFS the temporary file is made and refused as there already; the object is written all the same.
+
+    A file system that refuses each one is an error, and no sign of another writer.
+    """
+    for n, write in enumerate((LocalStore.put_if_absent, LocalStore.replace)):
+        calls = FailingCalls(1, "landed", error=errno.EEXIST, only="open", below=".tmp-")
+        store = LocalStore(tmp_path / "run", calls=calls)
+        write(store, f"ledger/{n}", b"x")
+        assert calls.reached
+        assert store.get(f"ledger/{n}", 9) == b"x"
+    with pytest.raises(StoreError, match="said to exist already") as refused:
+        LocalStore(tmp_path / "run", calls=NoNewFiles()).put_if_absent("ledger/2", b"x")
+    assert not isinstance(refused.value, ObjectExistsError)
+
+
+class NoNewFiles(WatchedCalls):
+    """Every file that is to be new is said to exist."""
+
+    def do(self, name: str, path: str, call: Callable[[], Any]) -> Any:
+        if name == "open" and ".tmp-" in path:
+            raise FileExistsError(errno.EEXIST, "File exists")
+        return super().do(name, path, call)
 
 
 def test_a_link_whose_answer_was_lost_is_a_link(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_tasks.checkpoint.extension import Extension, Metrics, Restored
 from ckpt_tasks.checkpoint.rollback import can_leave_out
-from ckpt_tasks.errors import NonFiniteError, SpikeError, StateError
+from ckpt_tasks.errors import NonFiniteError, SpikeError
 from ckpt_tasks.format.layout.steps import StepMetrics
 from ckpt_tasks.format.policy.spikes import SEEN, STREAK, is_spike
 from ckpt_tasks.format.records import Checkpoint, Rollback
@@ -91,12 +91,8 @@ class GoingBackFromBadMetrics(Extension):
         raise error
 
     def check(self, step: int, metrics: Metrics, *, saving: bool) -> None:
-        """Warn, or raise NonFiniteError, if a metric is NaN or infinite; raise StateError if it is not a number."""
-        if not isinstance(metrics, Mapping):
-            raise StateError(f"metrics are numbers by name, not {metrics!r:.80}", step=step)
-        numbers = {
-            str(name): number_of(str(name), value) for name, value in metrics.items() if saving or is_here(value)
-        }
+        """Warn, or raise NonFiniteError, if a metric is NaN or infinite."""
+        numbers = {name: number_of(name, value) for name, value in metrics.items() if saving or is_here(value)}
         bad = [name for name, value in numbers.items() if not math.isfinite(value)]
         if bad:
             self._act(step, ", ".join(f"{name} is {numbers[name]}" for name in bad), bad[0])

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 from weakref import ref
 
 from ckpt_tasks.checkpoint.extension import Extension, Metrics, Restored
@@ -18,7 +16,7 @@ from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.process import start_thread
 from ckpt_tasks.run.ledger.live_steps import LiveStep, drop_live_steps, write_live_steps
-from ckpt_tasks.run.ledger.metrics import is_here, number_of
+from ckpt_tasks.run.ledger.metrics import is_here
 from ckpt_tasks.system import system
 
 _EVERY_S = 2.0
@@ -49,8 +47,8 @@ class LiveSteps(Extension):
         """Remember the metrics of a step that are on this host; reading one on a device would wait for it."""
         if self._tenure is None:
             return
-        with suppress(CkptError):  # A value that is no number is refused elsewhere.
-            self._steps.append(LiveStep(step, system().time(), _here(metrics)))
+        here = {name: value for name, value in metrics.items() if is_here(value)}
+        self._steps.append(LiveStep(step, system().time(), here))
         self._written = False
         if self._stop is None:
             self._stop = system().event()
@@ -87,10 +85,6 @@ class LiveSteps(Extension):
         return (
             tenure is not None and not tenure.fenced and (tenure.heartbeat is None or tenure.heartbeat.fenced is None)
         )
-
-
-def _here(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {str(name): number_of(str(name), value) for name, value in metrics.items() if is_here(value)}
 
 
 def _write_again_and_again(of: ref[LiveSteps], stop: threading.Event, every_s: float) -> None:

@@ -16,7 +16,6 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import STEPS_NAME, Attempt, steps_name
 from ckpt_tasks.format.layout.steps import StepMetrics, steps_file, write_steps
 from ckpt_tasks.run.ledger.curve import read_steps_file
-from ckpt_tasks.run.ledger.metrics import held
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import system
 
@@ -34,14 +33,14 @@ class StepLog(Extension):
         self._steps = [*read_steps_file(now.uncommitted)] if now.uncommitted else []
 
     def stepped(self, step: int, state: Mapping[str, Any], metrics: Metrics) -> None:
-        """Add metrics of a step to its earlier metrics; do not wait for tensors on a device."""
+        """Add metrics of a step to its earlier metrics."""
         if not metrics:
             return
         if self._steps and self._steps[-1].step == step:
             metrics = {**self._steps.pop().metrics, **metrics}
         if len(self._steps) >= self.most:
             del self._steps[::2]
-        self._steps.append(StepMetrics(step, system().time(), held(metrics)))
+        self._steps.append(StepMetrics(step, system().time(), metrics))
 
     def attached(self, after: int) -> AttachedSteps | None:
         """Return the steps after a committed step, and forget the earlier ones."""

@@ -18,11 +18,13 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {str(name): number_of(str(name), value) for name, value in metrics.items()}
 
 
-def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def held(metrics: Mapping[str, Any], step: int | None = None) -> dict[str, Any]:
     """Return metrics as plain numbers; copy tensors on a device, because reading them would wait for the device.
 
     Raises StateError that names a value which is not a number.
     """
+    if not isinstance(metrics, Mapping):
+        raise StateError(f"metrics are numbers by name, not {metrics!r:.80}", step=step)
     return {
         str(name): number_of(str(name), value) if is_here(value) else value.detach().clone()
         for name, value in metrics.items()
@@ -93,6 +95,8 @@ def is_here(value: Any) -> bool:
 
 def number_of(name: str, value: Any) -> float:
     """Return a metric as a plain number; raise StateError that names it if it is none."""
+    if type(value) is float:
+        return value
     try:
         return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:

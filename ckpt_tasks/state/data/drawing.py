@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.state.groups import held_in
+from ckpt_tasks.state.groups import held_in, holds
 from ckpt_tasks.state.tensors.random_streams import GENERATORS, set_streams, stream_state
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class OwnNumbers:
             with own_random_numbers(self.seed, epoch, what, *holders):
                 return make()
         before = _look()
-        generators = any(True for holder in holders for _ in held_in(holder, GENERATORS))
+        generators = any(holds(holder, GENERATORS) for holder in holders)
         if before is None or generators or self._calm < _CALM or before.numpy != self._numpy:
             return self._make_seeded(make, epoch, what, *holders)
         cpu, token = torch.get_rng_state(), _of_batch.set((self.seed, epoch))
@@ -219,10 +219,11 @@ class MadeBatches(Dataset[Any]):
         return len(self._dataset)  # type: ignore[arg-type]  # checked by the loader
 
     def __getitems__(self, samples: list[SampleId]) -> Any:
+        """Return a batch; only its first sample has an epoch."""
         if not samples:
             return self._collate([])
         several = getattr(self._dataset, "__getitems__", None)
-        ids = [int(sample) for sample in samples]
+        ids = [int(samples[0]), *samples[1:]]
 
         def make() -> Any:
             return self._collate(several(ids) if several else [self._dataset[i] for i in ids])

@@ -154,7 +154,7 @@ class ResumableLoader(Started):
                 world_size=world_size or 1,
                 mesh=mesh,
             )
-            self.sampler.name_epochs()
+            self.sampler.name_epochs(most=1)
             self._outline = outline_of(dataset)
             ours = MadeBatches(dataset, collate, seed)
             self._loader = DataLoader(ours, batch_sampler=self.sampler, collate_fn=_as_it_is, **options)

@@ -101,7 +101,7 @@ class ResumableSampler(Position, Sampler[list[int]]):
         self.has_mesh = mesh is not None
         Position.__init__(self)
         self._seen = Seen()
-        self._ids_with_epoch = False
+        self._named = 0  # So many ids of a batch are SampleIds.
         self._drawn = self._drawn_before = 0  # Batches drawn until now, and until the last state_dict.
         self._stands = True  # True until the position moves.
 
@@ -171,9 +171,9 @@ class ResumableSampler(Position, Sampler[list[int]]):
         if self._samples:
             self._to_next_epoch()
 
-    def name_epochs(self) -> None:
-        """Yield SampleIds from now on."""
-        self._ids_with_epoch = True
+    def name_epochs(self, most: int = _MAX_SIZE) -> None:
+        """Yield SampleIds from now on, for the first `most` samples of each batch."""
+        self._named = max(self._named, most)
 
     def advance(self) -> None:
         """Move the position past the next batch, for a loop that iterates over the loader itself."""
@@ -285,7 +285,8 @@ class ResumableSampler(Position, Sampler[list[int]]):
             for mine in np.split(order, np.cumsum([len(positions) for positions in several[:-1]])):
                 ids: list[int] = mine.tolist()
                 self._drawn += 1
-                yield [SampleId(i, epoch) for i in ids] if self._ids_with_epoch else ids
+                ids[: self._named] = [SampleId(i, epoch) for i in ids[: self._named]]
+                yield ids
 
     def _positions(self, samples: int) -> Iterator[NDArray[np.int64]]:
         """Yield this rank's positions in the epoch's order, an array for each step."""

@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from ckpt_tasks import ResumableLoader, sample_generator
 from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.state.groups import held_in, holds
+from ckpt_tasks.state.tensors.random_streams import GENERATORS
 from tests.support.sweeps import quick_first
 
 
@@ -65,9 +69,9 @@ def test_elsewhere_it_is_told_seed_and_epoch() -> None:
     assert isinstance(one, torch.Generator)
     assert isinstance(other, torch.Generator)
     assert torch.equal(torch.rand(4, generator=one), torch.rand(4, generator=other))
-    for given in (dict[str, Any](), {"seed": 1}, {"epoch": 1}):
+    for some in (dict[str, Any](), {"seed": 1}, {"epoch": 1}):
         with pytest.raises(ConfigError, match=r"sample_generator\(index, seed=…, epoch=…\)"):
-            sample_generator(3, **given)
+            sample_generator(3, **some)
 
 
 DRAWS: dict[str, Callable[[], float]] = {
@@ -120,3 +124,55 @@ def test_the_first_draw_after_many_batches_without_one_has_its_own_number(
 def global_streams() -> tuple[Any, ...]:
     numpy: Any = np.random.get_state()  # noqa: NPY002 (a global stream)
     return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes()
+
+
+def of_children(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Lists, tuples, dicts and objects of these children, some of them longer than a search looks."""
+    several = st.lists(children, max_size=3)
+    padded = st.tuples(several, several, st.sampled_from([0, 49, 50])).map(lambda x: [*x[0], *[1] * x[2], *x[1]])
+    return padded | several.map(tuple) | several.map(lambda x: dict(enumerate(x))) | several.map(Holding)
+
+
+class Holding:
+    """An object with attributes."""
+
+    def __init__(self, held: list[Any]):
+        vars(self).update({f"a{n}": one for n, one in enumerate(held)})
+
+
+LEAVES: list[Any] = [1, "x", None, torch.zeros(1), np.zeros(1), len, int, np, random.Random(1), torch.Generator()]
+
+
+@given(st.recursive(st.sampled_from(LEAVES), of_children, max_leaves=12))
+@example([[[random.Random(1)]]])
+@example([[[[random.Random(1)]]]])
+def test_the_quick_search_finds_what_the_search_with_names_finds(value: Any) -> None:
+    """P24: a generator that the data set holds, however deep, is never overlooked where batches are made quickly."""
+    assert holds(value, GENERATORS) == any(True for _ in held_in(value, GENERATORS))
+
+
+class Lazy(Dataset[Any]):
+    """Samples from a generator that the data set makes at its thirtieth sample, in a list in an object."""
+
+    def __init__(self) -> None:
+        self.step = Holding([[]])
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> float:
+        held: list[random.Random] = self.step.a0  # type: ignore[attr-defined]
+        if index >= 30 and not held:
+            held.append(random.Random(7))
+        return held[0].random() if held else 0.0
+
+
+def test_a_generator_that_is_made_late_is_seeded_from_the_next_batch_on() -> None:
+    """P24: after many batches without a draw the data set still is searched, at each one."""
+    seen = torch.cat([*ResumableLoader(Lazy(), 2, seed=5)])
+    assert len(set(seen[30:].tolist())) == 30
+    resumed = ResumableLoader(Lazy(), 2, seed=5)
+    for index in (30, 31):  # Its generator is where the batch that made it has left it.
+        assert resumed.dataset[index] == seen[index]
+    resumed.load_state_dict({**resumed.state_dict(), "samples": 40})
+    assert torch.equal(torch.cat([*resumed]), seen[40:])
