@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from itertools import islice
 from operator import setitem
 from types import ModuleType
 from typing import Any
@@ -121,15 +120,15 @@ def holds(value: Any, kinds: tuple[type, ...]) -> bool:
     return issubclass(type(value), kinds)
 
 
-def _within(value: Any) -> Iterable[Any]:
+def _within(value: Any) -> Sequence[Any]:
     """Return what `items_of` lists, without names."""
     kind = type(value)
     if issubclass(kind, (list, tuple)):
-        return value[:_MOST_ITEMS]
+        items: Sequence[Any] = value[:_MOST_ITEMS]
+        return items
     if issubclass(kind, dict):
-        return [*islice(value.values(), _MOST_ITEMS)]
-    attributes: dict[str, Any] = {} if issubclass(kind, (type, ModuleType)) else getattr(value, "__dict__", {})
-    return attributes.values()
+        return [*value.values()][:_MOST_ITEMS]  # A copy: another thread may change it.
+    return () if issubclass(kind, (type, ModuleType)) else [*getattr(value, "__dict__", {}).values()]
 
 
 class Groups(MutableMapping[str, Any]):
