@@ -177,7 +177,7 @@ def commit(history: History, saving: Saving, words: Sequence[bytes]) -> dict[str
         committer.admit(), saving, parts, observed={}, check=lambda prepared: at.append(time.process_time())
     )
     at.append(time.process_time())
-    del parts
+    del parts, words, exchange  # A restart is another process.
     open_checkpoint(history.store, entry.state.live[-1])
     at.append(time.process_time())
     return {name: after - before for name, (before, after) in zip(_PARTS, pairwise(at), strict=True)}
