@@ -110,7 +110,7 @@ def held_in(
                 yield from held_in(item, kinds, path + name, skip, level + 1)
 
 
-def holds(value: Any, kinds: tuple[type, ...]) -> bool:
+def has_any(value: Any, kinds: tuple[type, ...]) -> bool:
     """Return True if `held_in` finds an object of these kinds; quicker, for it is asked before every batch."""
     level = [value]
     for _ in range(_MOST_ATTRIBUTES):

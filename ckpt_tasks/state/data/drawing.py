@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.state.groups import held_in, holds
+from ckpt_tasks.state.groups import has_any, held_in
 from ckpt_tasks.state.tensors.random_streams import GENERATORS, set_streams, stream_state
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class OwnNumbers:
             with own_random_numbers(self.seed, epoch, what, *holders):
                 return make()
         before = _look()
-        generators = any(holds(holder, GENERATORS) for holder in holders)
+        generators = any(has_any(holder, GENERATORS) for holder in holders)
         if before is None or generators or self._calm < _CALM or before.numpy != self._numpy:
             return self._make_seeded(make, epoch, what, *holders)
         cpu, token = torch.get_rng_state(), _of_batch.set((self.seed, epoch))

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from ckpt_tasks import ResumableLoader, sample_generator
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.state.groups import held_in, holds
+from ckpt_tasks.state.groups import has_any, held_in
 from ckpt_tasks.state.tensors.random_streams import GENERATORS
 from tests.support.sweeps import quick_first
 
@@ -148,7 +148,7 @@ LEAVES: list[Any] = [1, "x", None, torch.zeros(1), np.zeros(1), len, int, np, ra
 @example([[[[random.Random(1)]]]])
 def test_the_quick_search_finds_what_the_search_with_names_finds(value: Any) -> None:
     """P24: a generator that the data set holds, however deep, is never overlooked where batches are made quickly."""
-    assert holds(value, GENERATORS) == any(True for _ in held_in(value, GENERATORS))
+    assert has_any(value, GENERATORS) == any(True for _ in held_in(value, GENERATORS))
 
 
 class Lazy(Dataset[Any]):
