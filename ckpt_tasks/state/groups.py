@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from operator import setitem
@@ -91,11 +91,19 @@ def objects_of(state: Mapping[str, Any]) -> Iterator[Any]:
 def items_of(value: Any) -> list[tuple[str, Any]]:
     """List the first items of a container, or the attributes of another object, each with its name in Python."""
     if issubclass(type(value), (list, tuple)):
-        return [(f"[{n}]", item) for n, item in enumerate(value[:_MOST_ITEMS])]
+        return [(f"[{n}]", item) for n, item in _items(value)]
     if issubclass(type(value), dict):
-        return [(f"[{key!r:.40}]" if type(key) in SCALARS else "[…]", v) for key, v in [*value.items()][:_MOST_ITEMS]]
-    attributes = {} if issubclass(type(value), (type, ModuleType)) else getattr(value, "__dict__", {})
-    return [(f".{name}", item) for name, item in [*attributes.items()]]
+        return [(f"[{key!r:.40}]" if type(key) in SCALARS else "[…]", item) for key, item in _items(value)]
+    return [(f".{name}", item) for name, item in _items(value)]
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    kind = type(value)
+    if issubclass(kind, (list, tuple)):
+        return [*enumerate(value[:_MOST_ITEMS])]
+    if issubclass(kind, dict):
+        return [*value.items()][:_MOST_ITEMS]
+    return [] if issubclass(kind, (type, ModuleType)) else [*getattr(value, "__dict__", {}).items()]
 
 
 def held_in(
@@ -114,21 +122,10 @@ def has_any(value: Any, kinds: tuple[type, ...]) -> bool:
     """Return True if `held_in` finds an object of these kinds; quicker, for it is asked before every batch."""
     level = [value]
     for _ in range(_MOST_ATTRIBUTES):
-        level = [item for one in level for item in _within(one) if type(item) not in _WITHOUT_STATE]
+        level = [item for one in level for _, item in _items(one) if type(item) not in _WITHOUT_STATE]
         if any(issubclass(kind, kinds) for kind in set(map(type, level))):
             return True
     return issubclass(type(value), kinds)
-
-
-def _within(value: Any) -> Sequence[Any]:
-    """Return what `items_of` lists, without names."""
-    kind = type(value)
-    if issubclass(kind, (list, tuple)):
-        items: Sequence[Any] = value[:_MOST_ITEMS]
-        return items
-    if issubclass(kind, dict):
-        return [*value.values()][:_MOST_ITEMS]  # A copy: another thread may change it.
-    return () if issubclass(kind, (type, ModuleType)) else [*getattr(value, "__dict__", {}).values()]
 
 
 class Groups(MutableMapping[str, Any]):
