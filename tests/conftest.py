@@ -251,9 +251,12 @@ def _temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_snapshots_left(_temporary: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Leave no snapshot of a test's run in shared memory; name the run of each that is there."""
+    """Leave no snapshot of a test's run in shared memory, and nothing else; name the run of each that is there."""
     yield
     assert [url for _, url in _snapshots(tmp_path_factory)] == []
+    for place in Path(_MEMORY).glob(f"{_IN_MEMORY}*"):
+        shutil.rmtree(place, ignore_errors=True)  # a process that was being killed wrote while it was removed
+    assert [str(place) for place in Path(_MEMORY).glob(f"{_IN_MEMORY}*")] == []
 
 
 @pytest.fixture(scope="module", autouse=True)
