@@ -140,6 +140,24 @@ def test_reseeded_and_dead_objects_are_no_state(tmp_path: Path, caplog: pytest.L
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 1.0), (0.9, 1.0), (0.0, 0.5)])
+def test_an_optimizer_that_holds_nothing_is_not_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, momentum: float, decay: float
+) -> None:
+    """P1: SGD without momentum is missed only once its rate is another than it was made with."""
+    state = training()
+    outside = torch.optim.SGD(state.pop("optimizer").param_groups[0]["params"], lr=0.1, momentum=momentum)
+
+    def use() -> None:
+        outside.step()
+        outside.param_groups[0]["lr"] *= decay
+
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        trained(2, {**state, "optimizer": torch.optim.SGD([torch.zeros(1, requires_grad=True)])}, tmp_path, use)
+    missed = [text.startswith("The SGD of model is not in the state") for text in caplog.messages]
+    assert sum(missed) == (momentum > 0 or decay < 1), caplog.messages
+
+
 @pytest.mark.parametrize("held", ["nowhere", "frozen", "listed", "boxed"])
 def test_an_optimizer_whose_parameters_are_elsewhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, held: str

@@ -223,14 +223,27 @@ def _outside(state: Groups, optimizers: Iterable[Optimizer]) -> dict[Optimizer, 
 
 
 def _warn_of_optimizers(outside: Mapping[Optimizer, str]) -> None:
-    """Warn of optimizers outside the state that have stepped since the start."""
-    for value in _new(value for value in outside if value in _stepped or not is_ordinary(value)):
+    """Warn of optimizers outside the state that have stepped since the start and hold what a new one would not."""
+    stepped = (value for value in outside if (value in _stepped and _holds_something(value)) or not is_ordinary(value))
+    for value in _new(stepped):
         _log.warning(
             "The %s of %s is not in the state: after a resume it begins anew, without its moments. "
             "Save it too: state={..., 'optimizer': optimizer}",
             type(value).__qualname__,
             outside[value],
         )
+
+
+def _holds_something(optimizer: Optimizer) -> bool:
+    """Return False for an optimizer like SGD without momentum, whose options are those that it was made with."""
+    given = optimizer.defaults
+    options = [(name, value) for group in optimizer.param_groups for name, value in group.items()]
+    changed = (
+        isinstance(value, torch.Tensor) or value != given.get(name)  # A tensor can be changed in place.
+        for name, value in options
+        if name not in ("params", "param_names")
+    )
+    return bool(optimizer.state) or any(changed)
 
 
 def _warn_of_parameters(state: Groups) -> None:
