@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ResumableSampler, open_run
+from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ReplayBuffer, ResumableSampler, open_run
 from ckpt_tasks.checkpoint import acquiring
 from ckpt_tasks.checkpoint.save import commit, prepared, writer
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, heartbeat_name, ledger_name
@@ -208,6 +208,21 @@ def make_tables(directory: Path) -> None:
         shutil.rmtree(directory / name)
 
 
+def make_replay(directory: Path) -> None:
+    """Write a run with a replay buffer, whose newest checkpoint has a file with overwritten rows."""
+    replay = ReplayBuffer(5, at=(torch.float32, (2,)), action=torch.int64, done=bool)
+    with fixed(), Checkpointer(CheckpointConfig(checkpoint_dir=str(directory), run_key=RUN_KEY)) as ckpt:
+        for k, rows in ((1, range(3)), (2, range(3, 4)), (3, range(4, 7))):
+            random.seed(k)
+            np.random.seed(k)  # noqa: NPY002
+            torch.manual_seed(k)
+            for n in rows:
+                replay.append(at=[n, n / 2], action=-n, done=n % 2 == 1)
+            ckpt.save(k, {"replay": replay})
+    for name in (".ckpt-reserve", "heartbeat"):
+        shutil.rmtree(directory / name)
+
+
 def make_many(directory: Path) -> None:
     """Write a ledger with 150 live checkpoints, whose objects are not there: segments, and a tail."""
     with fixed():
@@ -295,6 +310,7 @@ if __name__ == "__main__":
         "many": make_many,
         "kinds": make_kinds,
         "tables": make_tables,
+        "replay": make_replay,
         "wrappers": make_wrappers,
         "buffers": make_buffers,
     }

@@ -21,7 +21,7 @@ import torch
 from hatchling.builders.sdist import SdistBuilder
 from torch import nn
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ResumableSampler, open_run
+from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ReplayBuffer, ResumableSampler, open_run
 from ckpt_tasks.errors import FormatVersionError
 from ckpt_tasks.format import tree
 from ckpt_tasks.format.digests import canonical_json, digest_hex
@@ -208,6 +208,21 @@ def test_a_lookup_table_is_restored_to_what_was_saved(tmp_path: Path) -> None:
     first = LookupTable(2, slots=Adagrad(), seed=7).eval()(torch.tensor([3, 4, 5]))
     torch.testing.assert_close(users.eval()(torch.tensor([3, 4, 5])), first - 0.5)
     torch.testing.assert_close(first[0], torch.tensor(FIRST), rtol=0, atol=0)
+
+
+def test_a_golden_replay_buffer_is_read_to_its_rows(tmp_path: Path) -> None:
+    """P59: three files are read to their rows, also one with overwritten rows, and a save goes on."""
+    shutil.copytree(HERE / "v1" / "replay", tmp_path / "run")
+    replay = ReplayBuffer(5, at=(torch.float32, (2,)), action=torch.int64, done=bool)
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(tmp_path / "run"), max_num_checkpoints=None)) as ckpt:
+        for step, rows in ((1, range(3)), (2, range(4)), (3, range(2, 7))):
+            assert ckpt.restore({"replay": replay}, step=step) == step
+            held = replay.values[[n % 5 for n in rows]]
+            assert (replay.added, held["action"].tolist()) == (rows.stop, [-n for n in rows])
+            assert held["at"].tolist() == [[n, n / 2] for n in rows]
+            assert held["done"].tolist() == [n % 2 == 1 for n in rows]
+        ckpt.save(4, {"replay": replay})
+    assert len([*(tmp_path / "run").glob("*/*/*.arrow")]) == 4 + 3, "indexes, and the files of three saves"
 
 
 def test_a_golden_run_goes_on(golden: Path) -> None:
