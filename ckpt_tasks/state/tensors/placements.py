@@ -114,13 +114,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def local_pairs(pairs: Sequence[tuple[torch.Tensor, str]]) -> Sequence[tuple[torch.Tensor, str]]:
-    """Return pairs with this rank's part in place of every DTensor."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return pairs  # Return fast for up to 10⁵ pairs.
-    return [(local_of(tensor), key) for tensor, key in pairs]
-
-
 def place_of(tensor: torch.Tensor, key: str, world: World) -> Place:
     """Return the place of this rank's part in a tensor. Every rank of the world holds a whole copy of a plain tensor.
 
