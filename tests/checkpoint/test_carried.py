@@ -137,6 +137,25 @@ def test_gradients_that_no_step_takes_are_in_nobodys_way(
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize(("form", "set_to_none"), [*product(["frozen", "passed over"], [True, False])])
+def test_a_layer_without_a_gradient_in_a_step_is_quiet(
+    form: str, set_to_none: bool, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first layer is frozen in mid-run, or has no part in every other batch, as with routing or random depth."""
+    first, last = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], lr=0.1)
+    state = {"first": first, "last": last, "optimizer": optimizer}
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1, memory_dir=None)) as ckpt:
+        for number in range(ckpt.restore(state), 8):
+            first.requires_grad_(form != "frozen" or number < 4)
+            hidden = ROWS if form == "passed over" and number % 2 else first(ROWS)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            last(hidden).square().sum().backward()
+            optimizer.step()
+            ckpt.step(number + 1, state)
+    assert caplog.messages == []
+
+
 def accumulated(run: Path, step: str, *, set_to_none: bool, saves: tuple[int, ...], batches: int = 16) -> None:
     """Take an optimizer's step in every fourth batch, and count each batch as a step."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))

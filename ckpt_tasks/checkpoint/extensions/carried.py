@@ -123,12 +123,18 @@ class _Carried:
         if torch.compiler.is_compiling():
             return
         parameter = None if self._parameter is None else self._parameter()
-        if parameter is not None and self._gradient is not None and self._gradient[0]() is not parameter.grad:
-            self._at_save, self._crosses = None, False  # The program has assigned another one, without a backward.
+        gradient = None if parameter is None else parameter.grad
+        if self._gradient is not None and (gradient is None or not self._is_of_backward(gradient)):
+            self._at_save, self._crosses = None, False  # Without a backward, the program has reset it or made another.
         self._end()
-        if parameter is not None and parameter.grad is not None:  # A loop that does not zero it goes on adding to it.
-            self._gradient, self._weights = (ref(parameter.grad), parameter.grad._version), parameter._version
+        if parameter is not None and gradient is not None:  # A loop that does not zero it goes on adding to it.
+            self._gradient, self._weights = (ref(gradient), gradient._version), parameter._version
             self._is_taken = True
+
+    def _is_of_backward(self, gradient: torch.Tensor) -> bool:
+        """Return True if a gradient is the one of the last backward, changed only on its way to its first step."""
+        of_backward, version = self._gradient or (lambda: None, 0)
+        return of_backward() is gradient and not (self._is_taken and version != gradient._version)
 
     def _end(self) -> None:
         """A step of the optimizer has taken the gradient."""
