@@ -26,6 +26,7 @@ ROOT = HERE.parents[1]
 RESULTS = HERE / "results.json"
 PEERS = ROOT / ".venv/peers/bin/python"
 STEPS, PATIENCE_S = 40, 900
+QUIET_S = 5  # No file of a save changes for so long: the save is done.
 KILLS, SAVING_MIB, STALL_MIB = 3, 256, 512
 
 
@@ -153,9 +154,14 @@ def newest_file(directory: Path, mib: int = 16) -> Path:
 
 
 def killed_at(tool: Tool, directory: Path, step: int) -> Path:
-    """Train until a step has ended, kill, and return the directory."""
-    training = Training(tool, directory, STEP_S=0.2)  # Saves in the background of training are done in time.
+    """Train until a step has ended and saves in the background of training have too, kill, and return the directory."""
+    training = Training(tool, directory, PAUSE_AT=step)
     training.until(lambda: len(training.found("step")) >= step)
+    before, since = _sizes(directory), time.monotonic()
+    while time.monotonic() < since + QUIET_S:
+        time.sleep(0.5)
+        if (now := _sizes(directory)) != before:
+            before, since = now, time.monotonic()
     training.kill()
     return directory
 
