@@ -30,7 +30,7 @@ from ckpt_tasks.state.data.drawing import MadeBatches
 from ckpt_tasks.state.data.ends import Ends, moments
 from ckpt_tasks.state.data.loops import counts_anew
 from ckpt_tasks.state.data.passes import CYCLED, Form, Pass, check_form, form_of, loop_frame, loop_place
-from ckpt_tasks.state.data.sampler import ResumableSampler
+from ckpt_tasks.state.data.sampler import ResumableSampler, check_length
 from ckpt_tasks.state.data.streams import StreamBatches, StreamPosition
 from ckpt_tasks.state.kinds.started import Started, outline_of
 from ckpt_tasks.system import system
@@ -252,6 +252,7 @@ class ResumableLoader(Started):
     def __iter__(self) -> Pass:
         """Begin a new epoch, or continue the restored epoch; in an epoch of `epochs()`, only the first pass does."""
         self._take_place()
+        check_length(self.dataset, self.sampler)
         if self._epoch is not None and self._passed:
             other = Pass(self.sampler.whole(self._loader, self._epoch), is_plain=True)
             self._plain = weakref.ref(other)

@@ -329,6 +329,16 @@ class _Seeded(Dataset[Any]):
         return self.own.make(lambda: self.dataset[int(sample)], sample.epoch, what, self.dataset)
 
 
+def check_length(dataset: Any, sampler: object) -> None:
+    """Raise ConfigError if a data set has another length than when its sampler was made."""
+    if isinstance(sampler, ResumableSampler) and len(dataset) != sampler.size:
+        raise ConfigError(
+            f"the data set has {len(dataset)} samples, and had {sampler.size} when the loader was made",
+            key="dataset",
+            hint="Make a loader for each stage of a data set that changes in the loop (docs/RECIPES.md, Curriculum).",
+        )
+
+
 def check_count(name: str, value: object, *, least: int, most: int) -> None:
     """Raise ConfigError if an argument is not an int within these bounds."""
     if type(value) is not int or not least <= value <= most:  # This refuses bool, too.

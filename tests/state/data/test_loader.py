@@ -354,3 +354,14 @@ def test_epochs_that_are_over_are_told(caplog: pytest.LogCaptureFixture) -> None
     loader.load_state_dict(ended)
     assert list(loader.epochs(2)) == []
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("now", [20, 28])
+def test_a_data_set_that_changes_in_the_loop_is_refused(now: int) -> None:
+    """An epoch over more rows, or fewer, than the loader was made for begins with no batch: some would never come."""
+    rows = [torch.zeros(1)] * 24
+    one = ResumableLoader(rows, batch_size=4)  # type: ignore[arg-type]  # a list is a data set
+    assert len([*one]) == 6
+    rows[:] = [torch.zeros(1)] * now
+    with pytest.raises(ConfigError, match=f"has {now} samples, and had 24 when the loader was made"):
+        next(iter(one))
