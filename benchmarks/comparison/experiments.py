@@ -153,17 +153,16 @@ def newest_file(directory: Path, mib: int = 16) -> Path:
     return max(files, key=lambda path: path.stat().st_mtime_ns)
 
 
-def killed_at(tool: Tool, directory: Path, step: int) -> Path:
-    """Train until a step has ended and saves in the background of training have too, kill, and return the directory."""
-    training = Training(tool, directory, PAUSE_AT=step)
+def paused_at(tool: Tool, directory: Path, step: int, **settings: object) -> Training:
+    """Train until a step has ended, and saves in the background of training have too; there it waits."""
+    training = Training(tool, directory, PAUSE_AT=step, **settings)
     training.until(lambda: len(training.found("step")) >= step)
     before, since = _sizes(directory), time.monotonic()
     while time.monotonic() < since + QUIET_S:
         time.sleep(0.5)
         if (now := _sizes(directory)) != before:
             before, since = now, time.monotonic()
-    training.kill()
-    return directory
+    return training
 
 
 def gone_on(tool: Tool, directory: Path, whole: str, **settings: object) -> dict[str, Any]:
@@ -199,9 +198,9 @@ def killed_while_saving(tool: Tool, place: Path) -> dict[str, Any]:
     found = []
     for kill in range(KILLS):
         directory = place / f"saving-{kill}"
-        training = Training(tool, directory, **settings)
-        training.until(lambda: len(training.found("step")) >= 12)  # noqa: B023 (called at once)
+        training = paused_at(tool, directory, 12, **settings)
         before = _sizes(directory)
+        directory.with_suffix(".go").touch()
         training.until(lambda: _sizes(directory) != before)  # noqa: B023
         time.sleep(0.08 * kill)
         training.kill()
@@ -249,7 +248,7 @@ def examined(tool: Tool, place: Path) -> dict[str, Any]:
     whole = Training(tool, place / "whole").end().digest
     found: dict[str, Any] = {"version": tool.version()}
     for name, damage in {"killed": None, "cut": cut, "flipped": flip}.items():
-        directory = killed_at(tool, place / name, 33)
+        paused_at(tool, directory := place / name, 33).kill()
         if damage is not None:
             damage(directory)
         found[name] = gone_on(tool, directory, whole)

@@ -22,7 +22,7 @@ STEPS, EVERY, BATCH, SAMPLES = 40, 5, 4, 64  # 16 steps are an epoch: saves fall
 BALLAST_MIB = int(os.environ.get("BALLAST_MIB", "16"))
 SEED = int(os.environ.get("SEED", "0"))
 STEP_S = float(os.environ.get("STEP_S", "0.05"))  # what a step takes at least, so that there is time to kill within it
-PAUSE_AT = int(os.environ.get("PAUSE_AT", "0"))  # behind this step training waits, to be killed
+PAUSE_AT = int(os.environ.get("PAUSE_AT", "0"))  # behind this step training waits for a file beside the directory
 
 
 class Net(nn.Module):
@@ -55,8 +55,8 @@ class Steps:
         now = time.perf_counter()
         self.done += 1
         _say(f"step {self.done} {now - self._at:.6f}")
-        while self.done == PAUSE_AT:
-            time.sleep(1)
+        while self.done == PAUSE_AT and not os.path.exists(f"{DIRECTORY}.go"):
+            time.sleep(0.1)
         self._at = time.perf_counter()
 
     def end(self, net: nn.Module) -> None:

@@ -110,11 +110,13 @@ def elapse(ckpt: Checkpointer, seconds: float) -> None:
 
 
 def die(ckpt: Checkpointer) -> None:
-    """Leave a Checkpointer like a dying process: release nothing, and keep its memory for the next process.
+    """Leave a Checkpointer like a dying process: release nothing, keep its memory for the next process.
 
-    Waits until its last snapshot is sealed in memory. The next Checkpointer of this process may act as its restart.
+    Waits until its last snapshot is sealed and no thread prunes. The next Checkpointer of this process may be its
+    restart.
     """
     ckpt._writer.wait_sealed()
+    ckpt._pruner.cancel(60.0)
     if ckpt._tenure is not None:
         ckpt._tenure.quiet()
     ckpt._cache.close(keep=True)  # This frees the memory's lock, as the kernel does for a dead process.
