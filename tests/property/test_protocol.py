@@ -32,7 +32,8 @@ from tests.support.sweeps import quick_first
 
 SHORT = 20
 LONG = 20_000
-BLOCK = 1_000
+BLOCK = 1_000  # some ten minutes
+ALL = range(100)  # of `make test-all`
 ENOUGH = 2_000  # schedules, in which every part of the protocol that is taken out must be missed
 
 
@@ -56,7 +57,11 @@ def first_wrong(seeds: range, ablation: Ablation | None = None) -> tuple[int, Ou
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(begin, begin + BLOCK) for begin in range(0, LONG, BLOCK)], ids=str)
+@pytest.mark.parametrize(
+    "seeds",
+    [ALL, *(pytest.param(range(n, n + BLOCK), marks=pytest.mark.soak) for n in range(ALL.stop, LONG, BLOCK))],
+    ids=str,
+)
 def test_no_schedule_breaks_the_protocol(seeds: range) -> None:
     """P30, P32, P33, P64, P65: what was acknowledged is in the ledger once, and what is live is whole, always."""
     found = first_wrong(seeds)
