@@ -160,16 +160,27 @@ def make(directory: Path) -> None:
     shutil.rmtree(directory / ".ckpt-reserve")  # nor is the room that its owner keeps
 
 
-def make_kinds(directory: Path) -> None:
-    """Write a run with a value of each kind that has parts."""
+@contextmanager
+def _begun(directory: Path) -> Iterator[Checkpointer]:
+    """Begin a run, and leave in it at the end only what is part of what a run is."""
     with fixed(), Checkpointer(CheckpointConfig(checkpoint_dir=str(directory), run_key=RUN_KEY)) as ckpt:
-        for k in (1, 2):
-            random.seed(k)
-            np.random.seed(k)  # noqa: NPY002
-            torch.manual_seed(k)
-            ckpt.save(k, {"values": kinds_at(k)})
+        yield ckpt
     for name in (".ckpt-reserve", "heartbeat"):
         shutil.rmtree(directory / name)
+
+
+def _seed(k: int) -> None:
+    random.seed(k)
+    np.random.seed(k)  # noqa: NPY002
+    torch.manual_seed(k)
+
+
+def make_kinds(directory: Path) -> None:
+    """Write a run with a value of each kind that has parts."""
+    with _begun(directory) as ckpt:
+        for k in (1, 2):
+            _seed(k)
+            ckpt.save(k, {"values": kinds_at(k)})
 
 
 def make_wrappers(directory: Path) -> None:
@@ -183,44 +194,32 @@ def make_buffers(directory: Path) -> None:
 
 
 def _make_values(directory: Path, values: Callable[[], list[Any]]) -> None:
-    with fixed(), Checkpointer(CheckpointConfig(checkpoint_dir=str(directory), run_key=RUN_KEY)) as ckpt:
-        torch.manual_seed(1)
-        random.seed(1)
-        np.random.seed(1)  # noqa: NPY002
+    with _begun(directory) as ckpt:
+        _seed(1)
         ckpt.save(1, {"values": values()})
-    for name in (".ckpt-reserve", "heartbeat"):
-        shutil.rmtree(directory / name)
 
 
 def make_tables(directory: Path) -> None:
     """Write a run with a lookup table, with a base and a delta."""
     users = LookupTable(2, slots=Adagrad(lr=0.5), seed=7)
-    with fixed(), Checkpointer(CheckpointConfig(checkpoint_dir=str(directory), run_key=RUN_KEY)) as ckpt:
+    with _begun(directory) as ckpt:
         for k, ids in ((1, range(6)), (2, range(1))):
-            random.seed(k)
-            np.random.seed(k)  # noqa: NPY002
-            torch.manual_seed(k)
+            _seed(k)
             users(torch.tensor(ids)).sum().backward()
             users.step()
             users.delete(torch.tensor([k]))
             ckpt.save(k, {"users": users})
-    for name in (".ckpt-reserve", "heartbeat"):
-        shutil.rmtree(directory / name)
 
 
 def make_replay(directory: Path) -> None:
     """Write a run with a replay buffer, whose newest checkpoint has a file with overwritten rows."""
     replay = ReplayBuffer(5, at=(torch.float32, (2,)), action=torch.int64, done=bool)
-    with fixed(), Checkpointer(CheckpointConfig(checkpoint_dir=str(directory), run_key=RUN_KEY)) as ckpt:
+    with _begun(directory) as ckpt:
         for k, rows in ((1, range(3)), (2, range(3, 4)), (3, range(4, 7))):
-            random.seed(k)
-            np.random.seed(k)  # noqa: NPY002
-            torch.manual_seed(k)
+            _seed(k)
             for n in rows:
                 replay.append(at=[n, n / 2], action=-n, done=n % 2 == 1)
             ckpt.save(k, {"replay": replay})
-    for name in (".ckpt-reserve", "heartbeat"):
-        shutil.rmtree(directory / name)
 
 
 def make_many(directory: Path) -> None:

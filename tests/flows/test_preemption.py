@@ -153,8 +153,8 @@ class Attempt:
         assert state.owner.released, self.output()
         events = [run.history.read_entry(n)[0].event for n in range(1, run.head().next_n)]
         assert [event.get("note") for event in events].count("failure") == 2 * (self.place == "retry")
-        # The stop is taken for the end of an attempt: of two failures in a row one is left, or none if it came late.
-        assert state.stalled_attempts <= int(self.place == "retry")
+        # The stop is taken for the end of an attempt: of two failures in a row one is left, and none behind a commit.
+        assert state.stalled_attempts == int(self.place == "retry" and step == 0)
 
     def kill(self) -> None:
         """End what is left."""
