@@ -158,6 +158,18 @@ def test_an_optimizer_that_holds_nothing_is_not_missed(
     assert sum(missed) == (momentum > 0 or decay < 1), caplog.messages
 
 
+def test_an_option_that_is_an_array_makes_no_save_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """P1: an optimizer outside the state may have any options: arrays cannot be compared as numbers are."""
+    state = training()
+    outside = torch.optim.SGD(state.pop("optimizer").param_groups[0]["params"], lr=0.1)
+    outside.defaults["rates"] = outside.param_groups[0]["rates"] = np.ones(2)
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        trained(
+            2, {**state, "optimizer": torch.optim.SGD([torch.zeros(1, requires_grad=True)])}, tmp_path, outside.step
+        )
+    assert sum(text.startswith("The SGD of model is not in the state") for text in caplog.messages) == 1
+
+
 @pytest.mark.parametrize("held", ["nowhere", "frozen", "listed", "boxed"])
 def test_an_optimizer_whose_parameters_are_elsewhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, held: str

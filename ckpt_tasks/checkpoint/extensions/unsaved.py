@@ -32,6 +32,7 @@ from torch.utils.data import sampler as samplers
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ckpt_tasks.checkpoint.extension import Extension, Restored
+from ckpt_tasks.format.tree import SCALARS
 from ckpt_tasks.state.data.foreign_samplers import DRAWING, deals_out, draws, is_whole
 from ckpt_tasks.state.data.loader import stood_in_for
 from ckpt_tasks.state.groups import Groups, held_in, objects_of
@@ -60,6 +61,7 @@ _NOT_LOOPS = (
     *("contextlib", "tqdm."),
     *("accelerate.", "lightning.", "pytorch_lightning.", "torch.", "transformers.", "trl."),
 )
+_NAMES = ("params", "param_names")  # What a param group has beside its options.
 _NOT_HELD = "%s (%s) is not in the state: after a resume it begins anew. Save it too: state={..., '%s': %s}"
 
 
@@ -237,13 +239,14 @@ def _warn_of_optimizers(outside: Mapping[Optimizer, str]) -> None:
 def _holds_something(optimizer: Optimizer) -> bool:
     """Return False for an optimizer like SGD without momentum, whose options are those that it was made with."""
     given = optimizer.defaults
-    options = [(name, value) for group in optimizer.param_groups for name, value in group.items()]
-    changed = (
-        isinstance(value, torch.Tensor) or value != given.get(name)  # A tensor can be changed in place.
-        for name, value in options
-        if name not in ("params", "param_names")
-    )
-    return bool(optimizer.state) or any(changed)
+    options = [one for group in optimizer.param_groups for one in group.items() if one[0] not in _NAMES]
+    return bool(optimizer.state) or any(not _is_as_given(value, given.get(name)) for name, value in options)
+
+
+def _is_as_given(value: Any, given: Any) -> bool:
+    """Return False for what a program could change in place, and compare only numbers and texts."""
+    plain = type(value) in SCALARS and type(given) in SCALARS
+    return value == given if plain else value is given and type(value) is tuple
 
 
 def _warn_of_parameters(state: Groups) -> None:
