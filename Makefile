@@ -123,10 +123,10 @@ test-e2e: install $(SERVERS_STAMP) ## a real server on SQLite and on PostgreSQL,
 e2e-%: install $(SERVERS_STAMP)
 	REQUIRED_SERVERS="ministack" $(BIN)/python -m pytest -m e2e -k $* -v --log-cli-level=WARNING $(ARGS)
 
-soak: frameworks $(SERVERS_STAMP) ## look at new examples, a thousand for each property, and kill at random for hours; what it finds becomes a case with a name
+soak: frameworks servers ## look at new examples, a thousand for each property, and kill at random for hours; what it finds becomes a case with a name
 	HYPOTHESIS_PROFILE=soak REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 7200 \
 		-m "not slow and not framework" $$(grep -rl hypothesis tests --include='test_*.py') $(ARGS)
-	REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m soak $(ARGS)
+	REQUIRED_SERVERS="ministack liar ceph azurite gcs" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m soak $(ARGS)
 
 bench: frameworks ## print the figures beside torch.save, safetensors and DCP
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -20,10 +20,10 @@ from ckpt_tasks.storage.local import LocalStore
 from tests.crash.victim import OPERATIONS, READERS, fork, newest, prepare
 from tests.support.calls import FailingReads, Mode, WatchedCalls
 from tests.support.runs import UNTOUCHED, check_run, faults_of, head_of, opened, state_of
-from tests.support.sweeps import Victim, failing_calls, quick_first, strides, victim_of
+from tests.support.sweeps import SLOW, SOAK, Victim, failing_calls, quick_first, strides, victim_of
 from tests.support.systems import Sleepless, running_on
 
-# The quick form strikes every so many calls of these, the long one each call of all.
+# The quick form strikes every so many calls of these, `make test-all` each one of a save, `make soak` of all.
 QUICK = {
     ("save", "refused"): 23, ("save", "landed"): 41, ("fork", "refused"): 47,
     ("save", "killed before"): 37, ("fork", "killed before"): 59,
@@ -33,8 +33,13 @@ QUICK = {
 def sweeps(*modes: Mode) -> pytest.MarkDecorator:
     """Let a test sweep the operations in these modes: (operation, mode, every which call)."""
     quick = [pytest.param(*case, stride) for case, stride in QUICK.items() if case[1] in modes]
-    slow = [pytest.param(name, mode, 1, marks=pytest.mark.slow) for name in OPERATIONS for mode in modes]
-    return pytest.mark.parametrize(("name", "mode", "stride"), quick + slow)
+    long = [
+        pytest.param(name, mode, stride, marks=SLOW if stride == (1 if name == "save" else 7) else SOAK)
+        for name in OPERATIONS
+        for mode in modes
+        for stride in ((1,) if name == "save" else (7, 1))
+    ]
+    return pytest.mark.parametrize(("name", "mode", "stride"), quick + long)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,11 @@ def test_whatever_call_fails_the_same_again_finishes(directory: Path, name: str,
 
 @pytest.mark.parametrize(
     ("mode", "stride"),
-    [("refused", 37), *(pytest.param(mode, 1, marks=pytest.mark.slow) for mode in ("refused", "landed"))],
+    [
+        ("refused", 37),
+        *(pytest.param(mode, 3, marks=SLOW) for mode in ("refused", "landed")),
+        *(pytest.param(mode, 1, marks=SOAK) for mode in ("refused", "landed")),
+    ],
 )
 def test_the_same_process_can_try_again_after_any_failed_call(directory: Path, mode: Mode, stride: int) -> None:
     """P32: after any failed call the same Checkpointer restores and saves the same step again, beside what was left."""
@@ -142,7 +151,7 @@ def copies(directory: Path, name: str, stride: int) -> Iterator[tuple[int, Path]
             shutil.rmtree(beside)
 
 
-@strides(29)
+@strides(29, 5)
 @pytest.mark.parametrize("name", quick_first(READERS, 2))
 def test_a_read_that_fails_once_changes_nothing(directory: Path, name: str, stride: int) -> None:
     """P35, P49: after one EIO at any read the run is as it would be without it: no error, no older step, no damage.
@@ -165,7 +174,7 @@ def test_a_read_that_fails_once_changes_nothing(directory: Path, name: str, stri
     assert n > 20
 
 
-@strides(29)
+@strides(29, 5)
 @pytest.mark.parametrize("name", quick_first([*READERS][::-1], 3))
 def test_a_disk_that_stops_answering_is_an_error_and_loses_nothing(directory: Path, name: str, stride: int) -> None:
     """P35, P49: where reads fail from the n-th on, StoreError says so, and what was committed is live and whole."""

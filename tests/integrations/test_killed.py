@@ -153,14 +153,18 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def odd(job: str, options: dict[str, Any]) -> list[Moment]:
+def steps_of(variant: tuple[str, dict[str, Any]], every: int, marks: Any) -> Any:
+    """Strike in every so many steps of a variant."""
+    job, options = variant
     few = "accumulate" in options or "gradient_accumulation_steps" in options.get("args", {})
-    return within(range(1, 9 if few else 36 if job == LIGHTNING else 30, 2))
+    return pytest.param(
+        job, options, within(range(1, 9 if few else 36 if job == LIGHTNING else 30, every)), marks=marks
+    )
 
 
 def of_seed(job: str, seed: int) -> Any:
     own = {"val": 0.5, "ema": seed % 2 == 1} if job == LIGHTNING else {"logging": 1 + seed % 5}
-    marks = [pytest.mark.soak] * (seed >= 4)
+    marks = [pytest.mark.soak] * (seed >= 2)
     return pytest.param(job, {"scaled": True, **own}, random_moments(seed), marks=marks)
 
 
@@ -168,12 +172,12 @@ def of_seed(job: str, seed: int) -> Any:
 @pytest.mark.parametrize(
     ("job", "options", "moments"),
     [
-        *((*variant, odd(*variant)) for variant in VARIANTS),
+        *(steps_of(variant, *form) for variant in VARIANTS for form in ((7, ()), (2, pytest.mark.soak))),
         *(of_seed(job, seed) for job in (LIGHTNING, TRAINER, ACCELERATE) for seed in range(20)),
         *((OWN, {"epochs": 3, "async": seed == 1}, random_moments(seed, 12)) for seed in range(2)),
     ],
 )
-def test_killed_in_every_other_step(job: str, options: dict[str, Any], moments: list[Moment], tmp_path: Path) -> None:
+def test_killed_in_many_steps(job: str, options: dict[str, Any], moments: list[Moment], tmp_path: Path) -> None:
     """P14, P16, P19, P20, P73: schedules, scaler, accumulation, averages, early stop and loaders go on exactly.
 
     Killed at random too: in steps, in saves and anywhere, in a framework's start, and in a removal of ModelCheckpoint.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -18,6 +18,8 @@ import pytest
 from tests.support.calls import FailingCalls, Mode
 
 ROOT = Path(__file__).resolve().parents[2]
+SLOW = (pytest.mark.slow,)
+SOAK = (pytest.mark.slow, pytest.mark.soak)
 LANDED, KILLED_AFTER = (pytest.param(mode, marks=pytest.mark.slow) for mode in ("landed", "killed after"))
 
 
@@ -34,9 +36,18 @@ def drawn(few: int, many: int) -> list[Any]:
     return [pytest.param(seed, marks=() if seed < few else pytest.mark.soak) for seed in range(many)]
 
 
-def strides(quick: int) -> pytest.MarkDecorator:
-    """Let the quick form of a sweep strike every `quick`-th call, the long one each."""
-    return pytest.mark.parametrize("stride", [quick, pytest.param(1, marks=pytest.mark.slow)])
+def sparse(cases: Iterable[Any], every: int, quick: Container[Any] = ()) -> list[Any]:
+    """Mark all cases `slow` but those of `quick`, and `soak` too but the first of every `every`."""
+    return [
+        pytest.param(*row, marks=() if row in quick or row[0] in quick else SOAK if n % every else SLOW)
+        for n, row in enumerate(case if isinstance(case, tuple) else (case,) for case in cases)
+    ]
+
+
+def strides(quick: int, long: int = 1) -> pytest.MarkDecorator:
+    """Let the quick form of a sweep strike every `quick`-th call, that of `make test-all` every `long`-th."""
+    rows = [quick, pytest.param(long, marks=SLOW), *(pytest.param(1, marks=SOAK) for _ in range(long > 1))]
+    return pytest.mark.parametrize("stride", rows)
 
 
 def failing_calls(mode: Mode, stride: int, fewest: int) -> Iterator[FailingCalls]:

@@ -21,6 +21,7 @@ from ckpt_tasks.checkpoint.restore.reading import open_run
 from tests.checkpoint.ranks.training import digests, state_of, steps_of, train
 from tests.checkpoint.ranks.victims import ANY_MOMENT, PHASES, STEPS, TWO_GANGS, Death, Life, Plan, plan, train_and_die
 from tests.support.gang import Gang, run
+from tests.support.sweeps import sparse
 
 KILLS = int(os.environ.get("KILLS", "200"))
 QUICK = (2, 3, 4)  # in a write, a hand-over and a commit: two ranks each
@@ -155,9 +156,7 @@ def survives(root: Path, whole: Callable[[str, int], Whole], seed: int) -> None:
     assert left_of(root) == before, note  # an aborted sweep may have left some under the same name
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed in QUICK else pytest.mark.slow) for seed in range(KILLS)]
-)
+@pytest.mark.parametrize("seed", sparse(range(KILLS), 6, QUICK))
 def test_a_killed_gang_goes_on_bit_for_bit(tmp_path: Path, whole: Callable[[str, int], Whole], seed: int) -> None:
     """P55: ranks die while they step, copy, write, hand in or commit: every commit that was seen restores, bit-equal.
 
