@@ -68,7 +68,7 @@ class Leg:
         self._log = log.open("a")
         self._kind = moment[0] if moment else None
         self._at = self._left = moment[1] if moment else 0
-        self._number = number
+        self._number, self._is_killed = number, True
         self.settle: Callable[[], Any] = lambda: None
         if self._kind == "files":
             sys.addaudithook(self._touched)
@@ -91,7 +91,8 @@ class Leg:
         if self._kind == "step" and self._at == step:
             self.settle()
             self._kind = None
-            os.kill(os.getpid(), self._number)
+            if self._is_killed:
+                os.kill(os.getpid(), self._number)
         elif self._kind == "steps":
             self._count()
 
@@ -100,9 +101,15 @@ class Leg:
         """True if nobody kills this leg."""
         return self._kind is None
 
-    def spare(self) -> None:
-        """Let this process live: another one of the leg is killed."""
-        self._kind = None
+    def spare(self, *, settles: bool = False) -> None:
+        """Let this process live: another one of the leg is killed.
+
+        `settles`: this one waits for saves there as well, or its next step's snapshot would replace the one that the
+        killed one waits for, and nothing of the step before would be committed.
+        """
+        self._is_killed = False
+        if not (settles and self._kind == "step"):
+            self._kind = None
 
     @contextmanager
     def ranks_end(self) -> Iterator[None]:

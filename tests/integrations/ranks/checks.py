@@ -17,7 +17,7 @@ def killed_twice(job: str, folder: Path, options: dict[str, Any], stops: Sequenc
     """Train in two ranks, without a stop and killed at two steps; assert that they are equal; return their lines."""
     reference, legs, statuses = compared(job, folder, options, within(stops))
     assert statuses == [0, -9, -9, 0]
-    assert begins(legs)[0] == 0 < begins(legs)[1] <= stops[0] < begins(legs)[2] <= stops[1]
+    assert begins(legs) == [0, *stops]
     assert_equal(reference, legs)
     return reference, legs
 

@@ -69,5 +69,5 @@ def _rank(rank: int, leg: Leg, job: Callable[[Leg, int], None], port: int, size:
     os.environ |= {name: str(value) for name, value in (own | where).items()}
     leg.label = f" of rank {rank}" if rank else ""
     if rank != size - 1:
-        leg.spare()
+        leg.spare(settles=True)
     job(leg, size)
