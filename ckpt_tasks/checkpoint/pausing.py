@@ -112,13 +112,15 @@ def elapse(ckpt: Checkpointer, seconds: float) -> None:
 def die(ckpt: Checkpointer) -> None:
     """Leave a Checkpointer like a dying process: release nothing, keep its memory for the next process.
 
-    Waits until its last snapshot is sealed and no thread prunes. The next Checkpointer of this process may be its
-    restart.
+    Waits until its last snapshot is sealed and none of its threads writes. The next Checkpointer of this process may be
+    its restart.
     """
     ckpt._writer.wait_sealed()
     ckpt._pruner.cancel(60.0)
     if ckpt._tenure is not None:
         ckpt._tenure.quiet()
+        ckpt._tenure.fenced = True  # Its features end their threads, and delete nothing.
+    ckpt._extensions.tell(Extension.released, 60.0)
     ckpt._cache.close(keep=True)  # This frees the memory's lock, as the kernel does for a dead process.
     ckpt._writer.tenure = None
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.errors import FencedError, OwnedError, StateError
+from ckpt_tasks.testing import die
 from tests.support.places import LocalPlace
 from tests.support.runs import opened, state_of, train
 
@@ -58,3 +61,16 @@ def test_a_directory_that_is_renamed_under_a_run(run_dir: Path) -> None:
     with opened(moved, take_over=True) as ckpt:
         assert ckpt.restore(state_of(0)) == 1
         ckpt.save(2, state_of(2))
+
+
+@pytest.mark.parametrize("leave", [Checkpointer.close, die])
+def test_who_has_left_a_run_writes_nothing_into_it(run_dir: Path, leave: Callable[[Checkpointer], None]) -> None:
+    """No thread is left of a Checkpointer that is closed, or has died within its process: nothing comes afterwards."""
+    before = {*threading.enumerate()}
+    ckpt = opened(run_dir)
+    for step in (1, 2):
+        ckpt.save(step, state_of(step), metrics={"loss": 1.0})
+    threads = {*threading.enumerate()} - before
+    assert {"ckpt-heartbeat", "ckpt-live"} <= {thread.name for thread in threads}
+    leave(ckpt)
+    assert [thread.name for thread in threads if thread.is_alive()] == []

@@ -17,7 +17,7 @@ import pytest
 from ckpt_tasks.errors import CkptError, CommitUncertainError, IntegrityError, StoreError
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
-from tests.crash.victim import OPERATIONS, READERS, fork, newest, prepare
+from tests.crash.victim import OPERATIONS, READERS, copied, fork, newest, prepare
 from tests.support.calls import FailingReads, Mode, WatchedCalls
 from tests.support.runs import UNTOUCHED, check_run, faults_of, head_of, opened, state_of
 from tests.support.sweeps import SLOW, SOAK, Victim, failing_calls, quick_first, strides, victim_of
@@ -144,7 +144,7 @@ def copies(directory: Path, name: str, stride: int) -> Iterator[tuple[int, Path]
     """Give n = 1, 1 + stride … each with a copy of the run; it and what stands beside it is removed afterwards."""
     for n in count(1, stride):
         root = directory / f"{name}-{n}"
-        shutil.copytree(directory / "base", root)
+        copied(directory / "base", root)
         with running_on(Sleepless()):  # read again at once: thousands of reads fail here
             yield n, root
         for beside in directory.glob(f"{root.name}*"):
@@ -159,7 +159,7 @@ def test_a_read_that_fails_once_changes_nothing(directory: Path, name: str, stri
     An I/O error says nothing about what was written.
     """
     whole = directory / f"{name}-whole"
-    shutil.copytree(directory / "base", whole)
+    copied(directory / "base", whole)
     READERS[name](directory, whole, os)
     expected = entries_of(whole)
     for beside in directory.glob(f"{whole.name}*"):

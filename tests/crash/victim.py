@@ -62,10 +62,14 @@ class Operation:
     base: str = ""  # what is copied to `root` before
 
     def begin(self, directory: Path, *names: object) -> Path:
-        """Make `root` as it is before, without what a fork that was killed has left in the base."""
+        """Make `root` as it is before."""
         root = directory / "-".join(map(str, names)).replace(" ", "-")
-        ours = shutil.ignore_patterns(".tmp-*")
-        return shutil.copytree(directory / self.base, root, ignore=ours) if self.base else root
+        return copied(directory / self.base, root) if self.base else root
+
+
+def copied(run: Path, root: Path) -> Path:
+    """Copy a run without the temporary files of a fork that was killed while it read the run."""
+    return shutil.copytree(run, root, ignore=shutil.ignore_patterns(".tmp-*"))
 
 
 def run_at(root: Path, calls: Calls) -> Run:

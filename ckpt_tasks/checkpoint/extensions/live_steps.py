@@ -29,6 +29,7 @@ class LiveSteps(Extension):
 
     _tenure: Tenure | None = None
     _stop: threading.Event | None = None
+    _thread: threading.Thread | None = None
     _there = False  # True if this owner has written the object.
 
     def owned(self, tenure: Tenure) -> None:
@@ -54,17 +55,19 @@ class LiveSteps(Extension):
             self._stop = system().event()
             every_s = _EVERY_S if self.history is None or self.history.store.near else _EVERY_FAR_S
             with suppress(CkptError):  # Without a thread, the pages show commits.
-                start_thread(_write_again_and_again, ref(self), self._stop, every_s, name="ckpt-live")
+                self._thread = start_thread(_write_again_and_again, ref(self), self._stop, every_s, name="ckpt-live")
 
     def committed(self, checkpoint: Checkpoint) -> None:
         """Leave the committed steps out of the next write."""
         self._committed, self._written = checkpoint.step, False
 
     def released(self, limit_s: float) -> None:
-        """End the thread, and delete the object."""
+        """End the thread, whose last write has at most `limit_s`, and delete the object."""
         if self._stop is not None:
             self._stop.set()
-            self._stop = None
+            if self._thread is not None:
+                self._thread.join(limit_s)  # A write that came after the deletion would stay.
+            self._stop = self._thread = None
             if self.history is not None and self._there and self._owns():
                 drop_live_steps(self.history.store)
         self._tenure, self._there = None, False
