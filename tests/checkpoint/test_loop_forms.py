@@ -15,7 +15,7 @@ from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.testing import MemoryStore, located
 from tests.checkpoint.loop_forms import BEHIND, FORMS, OTHERS, REFUSED, TOLD
 from tests.checkpoint.loop_runs import BATCHES, EPOCHS, PLAIN, Killed, Place, Plain, Run, data_of
-from tests.support.sweeps import quick_first
+from tests.support.sweeps import quick_first, sparse
 
 PLACES: list[Place] = [(epoch, batch) for epoch in range(EPOCHS) for batch in (*range(BATCHES), None)]
 FEW: list[Place] = [(0, 0), (0, 2), (0, None), (1, 3), (1, None)]  # One of each kind, one after the other.
@@ -129,10 +129,10 @@ def test_workers_change_no_form(form: str, kind: str) -> None:
     check(kind, form, 2, [(1, 2)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", [form for form in FORMS if form not in REFUSED | BEHIND | TOLD])
+@pytest.mark.parametrize(
+    ("form", "kind", "workers"),
+    sparse(product([form for form in FORMS if form not in REFUSED | BEHIND | TOLD], KINDS, (0, 2)), 5),
+)
 def test_every_form_at_every_place(form: str, kind: str, workers: int) -> None:
     """Killed once, at any place, or at one after the other, every form goes on as the plain, also with two workers."""
     for places in [*([place] for place in PLACES), PLACES]:

@@ -33,6 +33,11 @@ AT, STEPS, TOTAL = 3, 6, 12  # where a process is acted upon; the end of its bat
 PLACES = {"step": AT, "save": AT, "retry": 0, "build": 0, "rank": AT}  # where it is, and the step that it commits
 
 
+def places(*names: str) -> list[Any]:
+    """Give all places; `make test-all` has these, and every place of a SIGTERM."""
+    return [pytest.param(place, marks=() if place in names else pytest.mark.soak) for place in PLACES]
+
+
 class Attempt:
     """A flow run with the program Gated, and the process that executes it."""
 
@@ -297,7 +302,7 @@ def test_a_cancelled_training_ends_without_its_supervisor(flow: Any, start: Star
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", places("save", "rank"))
 def test_cancel(start: Start, place: str) -> None:
     """P69: the step ends and is committed, the directory is released, and nothing comes back."""
     run = start(place)
@@ -312,7 +317,7 @@ def test_cancel(start: Start, place: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", places("step", "retry"))
 def test_suspend(start: Start, place: str) -> None:
     """The batch ends and is committed, the directory is released, and a person resumes the run."""
     run = start(place, retry_delay_seconds=3.0)
@@ -330,7 +335,7 @@ def test_suspend(start: Start, place: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", places("build", "save"))
 def test_a_flows_timeout(start: Start, place: str) -> None:
     """The step ends and is committed, the directory is released, and the flow run ends as timed out."""
     run = start(place, flow=timed)

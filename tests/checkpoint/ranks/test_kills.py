@@ -156,7 +156,7 @@ def survives(root: Path, whole: Callable[[str, int], Whole], seed: int) -> None:
     assert left_of(root) == before, note  # an aborted sweep may have left some under the same name
 
 
-@pytest.mark.parametrize("seed", sparse(range(KILLS), 6, QUICK))
+@pytest.mark.parametrize("seed", sparse(range(KILLS), 10, QUICK))
 def test_a_killed_gang_goes_on_bit_for_bit(tmp_path: Path, whole: Callable[[str, int], Whole], seed: int) -> None:
     """P55: ranks die while they step, copy, write, hand in or commit: every commit that was seen restores, bit-equal.
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.integrations.ranks.checks import begun_otherwise, by_step, killed_twice, sampled_otherwise
 from tests.support.legs import begins, compared, within
-from tests.support.sweeps import quick_first
+from tests.support.sweeps import sparse
 
 pytestmark = pytest.mark.framework
 slow = pytest.mark.slow
@@ -68,9 +68,10 @@ OTHERWISE: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def first_of_each(rows: dict[str, list[dict[str, Any]]]) -> list[Any]:
-    """Give each job with its options; all but the first of each are slow."""
-    return [row for job, options in rows.items() for row in quick_first((job, one) for one in options)]
+def first_of_each(rows: dict[str, list[dict[str, Any]]], every: int = 1) -> list[Any]:
+    """Give each job with its options; all but the first of each are slow, and `make test-all` has each `every`-th."""
+    jobs = [[(job, one) for one in options] for job, options in rows.items()]
+    return [row for one in jobs for row in sparse(one, every, one[:1])]
 
 
 @pytest.mark.parametrize(("job", "options"), first_of_each(ALIKE), ids=str)
@@ -85,7 +86,7 @@ def test_two_ranks_end_as_without_a_stop(job: str, options: dict[str, Any], tmp_
     assert job != TUNING or {"end", "end of rank 1"} <= {what for what, _, _ in reference}
 
 
-@pytest.mark.parametrize(("job", "options"), first_of_each(OTHERWISE), ids=str)
+@pytest.mark.parametrize(("job", "options"), first_of_each(OTHERWISE, 2), ids=str)
 def test_another_number_of_ranks_goes_on(job: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Another number of ranks begins with the same weights and moments, and trains on with exactly the next samples."""
     reference, legs, statuses = compared(job, tmp_path, options, within(STOPS))
