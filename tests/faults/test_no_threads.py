@@ -112,7 +112,7 @@ def limited(where, kib):
         os._exit(3)
     os._exit(0)
 
-for kib in range(0, 64_000, 700):
+for kib in range(0, 200_000, 2_100):
     if (pid := os.fork()) == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         limited(sys.argv[1], kib)

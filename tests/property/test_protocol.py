@@ -28,7 +28,7 @@ from ckpt_tasks.run.upkeep import retiring, verifying
 from ckpt_tasks.storage.port import Store
 from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
-from tests.support.sweeps import quick_first
+from tests.support.sweeps import SOAK, quick_first
 
 SHORT = 20
 LONG = 20_000
@@ -170,16 +170,16 @@ def a_failed_commit_is_cleaned_up(patch: pytest.MonkeyPatch, schedule: Schedule)
 ABLATIONS = [
     nobody_checks_the_owner,
     answers_are_believed,
-    what_is_retired_may_be_named,
     objects_go_before_the_entry,
     leases_are_ignored,
     shared_objects_are_nobodys,
     attempts_of_the_present_owner_are_swept,  # is missed in few schedules
     a_failed_commit_is_cleaned_up,
 ]
+RARE = pytest.param(what_is_retired_may_be_named, marks=SOAK)  # is missed in nearly all schedules
 
 
-@pytest.mark.parametrize("ablation", quick_first(ABLATIONS), ids=lambda ablation: ablation.__name__)
+@pytest.mark.parametrize("ablation", [*quick_first(ABLATIONS), RARE], ids=lambda ablation: ablation.__name__)
 def test_no_part_can_be_left_out(ablation: Ablation) -> None:
     """Without any one of its parts the protocol breaks, and these schedules notice it."""
     found = first_wrong(range(ENOUGH), ablation)
