@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.legs import hosted
+from tests.support.sweeps import SOAK
 from tools.sources import ROOT
 
 pytestmark = pytest.mark.framework
@@ -44,7 +45,7 @@ def check(arguments: Sequence[str]) -> None:
     ("file", "job", "backend", "marked"),
     [
         *((*row, "not slow") for row in FILES),
-        *(pytest.param(*row, "not slow", marks=slow) for row in LONG),
+        *(pytest.param(*row, "not slow", marks=SOAK) for row in LONG),
         *(
             pytest.param(*row, "slow", marks=slow)
             for row in FILES

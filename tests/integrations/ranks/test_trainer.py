@@ -69,12 +69,12 @@ OTHERWISE: dict[str, list[dict[str, Any]]] = {
 
 
 def first_of_each(rows: dict[str, list[dict[str, Any]]], every: int = 1) -> list[Any]:
-    """Give each job with its options; all but the first of each are slow, and `make test-all` has each `every`-th."""
+    """Give each job with its options; all but the first of each are slow, and `make test-all` has every `every`-th."""
     jobs = [[(job, one) for one in options] for job, options in rows.items()]
     return [row for one in jobs for row in sparse(one, every, one[:1])]
 
 
-@pytest.mark.parametrize(("job", "options"), first_of_each(ALIKE), ids=str)
+@pytest.mark.parametrize(("job", "options"), first_of_each(ALIKE, 2), ids=str)
 def test_two_ranks_end_as_without_a_stop(job: str, options: dict[str, Any], tmp_path: Path) -> None:
     """P73: killed twice, every loss, mean, sample and bit of weights and moments is that of a training without a kill.
 
