@@ -75,7 +75,7 @@ def unseen(case: Case, lines: dict[str, Told]) -> Iterator[str]:
             yield f"{verb} names nothing: {lines[verb]['says']}"
 
 
-@strides(17)
+@strides(17, 4)
 @pytest.mark.parametrize("share", quick_first(range(3)))
 @pytest.mark.timeout(3000)
 def test_a_hostile_directory_ends_in_a_clear_error(place: Path, share: int, stride: int) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.support.block_log import BLOCK_BYTES, ROOT, Event, Replay
+from tests.support.sweeps import sparse
 
 Experiment = Callable[..., list[dict[str, Any]]]
 
@@ -105,7 +106,7 @@ def no_faults(moments: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("saves", "lives", "more", "seed"), [(2, 1, 2, 1), *(_slow(4, 3, 22, seed) for seed in range(10, 16))]
+    ("saves", "lives", "more", "seed"), [(2, 1, 2, 1), *sparse(((4, 3, 22, seed) for seed in range(10, 16)), 3)]
 )
 def test_what_was_saved_survives_a_loss_of_power(
     logged: Experiment, saves: int, lives: int, more: int, seed: int
