@@ -221,7 +221,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 def _writing() -> list[str]:
     """Return the names of the threads that write into a run."""
-    ours = ("ckpt-flush", "ckpt-live", "ckpt-prune", "ckpt-seal", "ckpt-take")
+    ours = ("ckpt-flush", "ckpt-prune", "ckpt-seal", "ckpt-take")
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(ours)]
 
 

@@ -112,8 +112,8 @@ def elapse(ckpt: Checkpointer, seconds: float) -> None:
 def die(ckpt: Checkpointer) -> None:
     """Leave a Checkpointer like a dying process: release nothing, keep its memory for the next process.
 
-    Waits until its last snapshot is sealed and none of its threads writes. The next Checkpointer of this process may be
-    its restart.
+    Waits until its last snapshot is sealed and no thread writes. The next Checkpointer of this process may be its
+    restart.
     """
     ckpt._writer.wait_sealed()
     ckpt._pruner.cancel(60.0)

@@ -86,7 +86,7 @@ def test_a_few_schedules_are_rough_and_break_nothing() -> None:
     assert {("put", "torn"), ("put", "late"), ("delete", "late"), ("get", "refused"), ("names", "refused")} <= {*fates}
     evaluators = Counter(name for outcome in outcomes for _, name, _, _, _ in outcome.trace)
     assert evaluators["evaluator-0"] > 100
-    seed = next(seed for seed, one in enumerate(outcomes) if one.retried and one.commits > 5 and "refused" in str(one))
+    seed = next(seed for seed, one in enumerate(outcomes) if one.retried and one.commits > 4 and "refused" in str(one))
     trace = f"import sys; sys.path.insert(0, '.'); from tests.property.protocol import play; print(play({seed}).trace)"
     again = subprocess.run([sys.executable, "-c", trace], env={}, capture_output=True, text=True, check=True)
     assert again.stdout.strip() == str(outcomes[seed].trace)
