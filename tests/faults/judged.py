@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-CPU_S = 200  # a core that two share does half of the work in a second
-LATE_S = 900  # the machine may be busy
+CPU_S = 60
+LATE_S = 200  # the machine may be busy
 MOST_KIB = 700 << 10
 MORE_BYTES = 3 << 30  # of address space, beside what the process has: 256 MiB of text and what JSON makes of it
 

@@ -46,8 +46,8 @@ def sparse(cases: Iterable[Any], every: int, quick: Container[Any] = ()) -> list
 
 def strides(quick: int, long: int = 1) -> pytest.MarkDecorator:
     """Let the quick form of a sweep strike every `quick`-th call, that of `make test-all` every `long`-th."""
-    rows = [quick, pytest.param(long, marks=SLOW), *(pytest.param(1, marks=SOAK) for _ in range(long > 1))]
-    return pytest.mark.parametrize("stride", rows)
+    each = [pytest.param(1, marks=SOAK)] if long > 1 else []
+    return pytest.mark.parametrize("stride", [quick, pytest.param(long, marks=SLOW), *each])
 
 
 def failing_calls(mode: Mode, stride: int, fewest: int) -> Iterator[FailingCalls]:
