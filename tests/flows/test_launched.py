@@ -15,6 +15,7 @@ from typing import Any, Self
 import pytest
 from prefect import get_client
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import FlowRunSort
 
 from ckpt_tasks import open_run
 from tests.servers.process import free_port
@@ -60,7 +61,7 @@ def flow_runs(run_dir: Path) -> list[tuple[FlowRun, list[str]]]:
     with get_client(sync_client=True) as client:
         found = [
             run
-            for run in client.read_flow_runs(limit=200)
+            for run in client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=200)
             if run.name.endswith(f" to {TOTAL}") and str(run_dir) in json.dumps(run.parameters)
         ]
         states = [sorted(client.read_flow_run_states(run.id), key=lambda state: state.timestamp) for run in found]

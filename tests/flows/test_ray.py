@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from prefect import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from prefect.client.schemas.sorting import FlowRunSort
 
 from ckpt_tasks.flows.gang.gang_session import GangSession
 from tests.support.agents import MARK, config_of
@@ -56,7 +57,7 @@ def plain(run_dir: Path, *parts: tuple[int, int]) -> None:
 def pages(run_dir: Path) -> tuple[list[str], list[list[dict[str, str]]]]:
     """Return the states of the flow runs of a run, oldest first, and what their pages show of their gangs."""
     with get_client(sync_client=True) as client:
-        found = client.read_flow_runs(limit=200)
+        found = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=200)
         runs = [one for one in found if "total_steps" in one.parameters and str(run_dir) in json.dumps(one.parameters)]
         runs.sort(key=lambda one: str(one.created))
         mine = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[one.id for one in runs]))
