@@ -131,7 +131,7 @@ def test_workers_change_no_form(form: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("form", "kind", "workers"),
-    sparse(product([form for form in FORMS if form not in REFUSED | BEHIND | TOLD], KINDS, (0, 2)), 5),
+    sparse(product([form for form in FORMS if form not in REFUSED | BEHIND | TOLD], KINDS, (0, 2)), 11),
 )
 def test_every_form_at_every_place(form: str, kind: str, workers: int) -> None:
     """Killed once, at any place, or at one after the other, every form goes on as the plain, also with two workers."""

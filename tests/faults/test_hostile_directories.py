@@ -21,7 +21,7 @@ from tests.faults.hostile import NEWEST, Hostile, train
 from tests.faults.hostile_cases import Case
 from tests.faults.hostile_values import Change, drawn, drawn_header, drawn_index
 from tests.faults.hostile_verbs import ALL, CHANGING, VERBS, Told, canaries, copied, meet
-from tests.support.sweeps import quick_first, strides
+from tests.support.sweeps import SLOW, SOAK, quick_first, strides
 
 CASES = [
     *hostile_cases.documents(), *hostile_cases.files(), *hostile_cases.regions(), *hostile_memory.cases(),
@@ -113,7 +113,7 @@ def taken(shard: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize("examples", [5, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [5, pytest.param(200, marks=SLOW), pytest.param(3000, marks=SOAK)])
 @pytest.mark.parametrize("what", ["manifest", "entry", "index", "header"])
 def test_every_change_with_fitting_digests(place: Path, what: str, examples: int) -> None:
     """P21, P42, P49: drawn values in drawn places of every object of a run: it is read, or refused by our errors.

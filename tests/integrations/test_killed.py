@@ -172,7 +172,7 @@ def of_seed(job: str, seed: int) -> Any:
 @pytest.mark.parametrize(
     ("job", "options", "moments"),
     [
-        *(steps_of(variant, *form) for variant in VARIANTS for form in ((7, ()), (2, pytest.mark.soak))),
+        *(steps_of(variant, *form) for variant in VARIANTS for form in ((10, ()), (2, pytest.mark.soak))),
         *(of_seed(job, seed) for job in (LIGHTNING, TRAINER, ACCELERATE) for seed in range(20)),
         *((OWN, {"epochs": 3, "async": seed == 1}, random_moments(seed, 12)) for seed in range(2)),
     ],

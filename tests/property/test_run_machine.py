@@ -44,7 +44,7 @@ from tests.support.runs import (
     run_of,
     state_of,
 )
-from tests.support.sweeps import quick_first
+from tests.support.sweeps import SLOW, SOAK, quick_first
 
 LAST_STEP = max(EXPECTED)
 
@@ -362,7 +362,9 @@ class RunMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(1800)  # a failure is made small before it is shown, which may take minutes
-@pytest.mark.parametrize(("examples", "steps"), [(6, 20), pytest.param(200, 50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(6, 20), pytest.param(40, 50, marks=SLOW), pytest.param(200, 50, marks=SOAK)]
+)
 @pytest.mark.parametrize("where", quick_first(["directory", "object store"]))
 def test_a_run_lives_through_anything(fast_dir: Path, where: str, examples: int, steps: int) -> None:
     """P30, P31, P33, P60, P61, P66, P71: saves, crashes, returns, pruning, pins, take-overs, damage, in any order."""

@@ -95,7 +95,7 @@ def is_there(phase: str, trace: Path, run_dir: Path, at: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", drawn(8, 200))
+@pytest.mark.parametrize("seed", drawn(4, 200))
 def test_a_kill_at_any_moment(run_dir: Path, tmp_path: Path, seed: int, whole: Whole) -> None:
     """P1, P73: whoever is killed, whenever: nothing committed is lost, the end is bit-equal, no process is left."""
     draw = Random(seed)

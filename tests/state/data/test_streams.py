@@ -17,8 +17,10 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader, ShuffleB
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 from tests.support.roundtrip import restore, save
 from tests.support.streams import OPERATIONS, batches_of, library, rows, write_shards
+from tests.support.sweeps import sparse
 
 FILES = ("parquet", "json", "arrow")
+NAMES = (*OPERATIONS, *FILES)
 EPOCHS = 2
 
 
@@ -66,7 +68,7 @@ def test_workers_go_on_each_in_its_part() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "workers"), [*product([*OPERATIONS, *FILES], [0, 2])])
+@pytest.mark.parametrize(("name", "workers"), [*product(NAMES, [0]), *sparse(product(NAMES, [2]), 4)])
 @pytest.mark.framework
 def test_every_operation_goes_on(name: str, workers: int, tmp_path: Path) -> None:
     """P22: each operation of datasets, stopped after each batch; with two workers, at the edges of the epochs."""
