@@ -38,8 +38,16 @@ def measure(directory: Path, *, tiny: bool, rounds: int) -> dict[str, Any]:
     first step that was not trained before it; `redone` are steps that were trained twice; `lines` are those that a user
     writes to go on.
     """
-    logging.getLogger("ckpt_tasks").setLevel(logging.ERROR)
-    kills = 1 if tiny else min(rounds, 3)
+    log = logging.getLogger("ckpt_tasks")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        return _measured(directory, kills=1 if tiny else min(rounds, 3))
+    finally:
+        log.setLevel(level)
+
+
+def _measured(directory: Path, *, kills: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"order_s": _order(directory / "order"), "order_alone_s": _order_alone(directory / "one")}
     figures["hang_s"] = _dies(directory / "hang", "stop")["error_s"] - _DEADLINE_S
     ours, theirs, rays = [], [], []
