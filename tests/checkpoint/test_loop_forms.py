@@ -131,6 +131,7 @@ def test_workers_change_no_form(form: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("form", "kind", "workers"),
+    # An odd step meets every kind with every number of workers.
     sparse(product([form for form in FORMS if form not in REFUSED | BEHIND | TOLD], KINDS, (0, 2)), 11),
 )
 def test_every_form_at_every_place(form: str, kind: str, workers: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tasks.errors import NoGoodCheckpointError
+from ckpt_tasks.errors import NoGoodCheckpointError, StateError
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.run.upkeep.verifying import verify_run_directory
@@ -132,7 +132,11 @@ def check_restore(run: Run, place: LocalPlace) -> None:
         if not good:
             with pytest.raises(NoGoodCheckpointError) as found:
                 ckpt.restore(target)
-            assert fingerprint(target) == fingerprint(state_of(UNTOUCHED)) or "half restored" in str(found.value)
+            if "half restored" in str(found.value):  # Damage inside of a file is found late (decision 0127).
+                with pytest.raises(StateError, match="has changed a part of the state"):
+                    ckpt.save(9, target)
+            else:
+                assert fingerprint(target) == fingerprint(state_of(UNTOUCHED))
             return
         step = ckpt.restore(target)
         assert step == good[0]
@@ -157,7 +161,7 @@ def check_verify(run: Run, place: LocalPlace) -> None:
 
 @pytest.mark.parametrize("times", [1, pytest.param(60, marks=pytest.mark.slow)])
 def test_what_is_damaged_is_passed_over_and_never_restored(run: Run, times: int) -> None:
-    """P47, P48, P49, P56: after any damage the newest whole one comes back bit for bit, or an error says what changed.
+    """P47, P48, P49, P56: after any damage the newest whole one comes back bit for bit, or nothing is trained on.
 
     A look at the run names exactly the others, changes nothing, and raises nothing.
     """

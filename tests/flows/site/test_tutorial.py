@@ -156,7 +156,7 @@ def follow(terminal: Terminal, place: Path, commands: list[Typed], port: str) ->
         if command == "kill -9 $!":
             until(lambda: step_of(place / "nets/runs/nets") >= 3000, PATIENCE_S)
             # Steps are to be lost: a kill right after the commit loses none, and the next start says so.
-            until(lambda: int(re.findall(r"step (\d+)/", terminal.said())[-1]) > 3000, PATIENCE_S)
+            until(lambda: max(map(int, re.findall(r"step (\d+)/", terminal.said())), default=0) > 3000, PATIENCE_S)
         if command == "ckpt ls runs/served":
             pid = trains(place / "nets/runs/served", but=pid)
         if command == "kill -9 4711":
