@@ -39,10 +39,9 @@ from ckpt_tasks.cli.doctor.checks import (
 )
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.flows.prefect.abandoned import Limits, find_abandoned
-from ckpt_tasks.flows.prefect.events import client_without_retries
+from ckpt_tasks.flows.prefect.events import client_without_retries, read_all
 from ckpt_tasks.flows.prefect.starts import crash_lost_trainings
 from ckpt_tasks.flows.site import TAG
-from ckpt_tasks.flows.site.automations import read_automations
 from ckpt_tasks.flows.site.site_parts import site_processes
 from ckpt_tasks.storage.secrets import without_secrets
 
@@ -100,7 +99,7 @@ def ask_server() -> PrefectFacts:
         with client_without_retries(_PATIENCE_S) as client:
             server_version = str(client.request("GET", "/admin/version").json())
             server_settings = _answer(lambda: client.request("GET", "/admin/settings").json())
-            automations = _answer(lambda: read_automations(client))
+            automations = _answer(lambda: read_all(client.read_automations))
     except (httpx.HTTPError, ValueError) as error:
         return replace(facts, failure=_why(error))
     return replace(

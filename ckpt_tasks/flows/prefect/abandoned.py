@@ -27,9 +27,9 @@ from prefect.client.schemas.responses import SetStateStatus
 from prefect.states import AwaitingRetry, Crashed
 
 from ckpt_tasks.flows.prefect.early_stop import RESUMED
+from ckpt_tasks.flows.prefect.events import read_all
 
 _MOST_UNBEGUN = 10  # A flow run that never begins is resumed at most this often.
-_PAGE = 200  # The server's limit for one answer.
 _SKEW = timedelta(minutes=1)  # A time further in the future was written before the clock was set back.
 
 
@@ -111,12 +111,7 @@ class _Look:
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[state])),
             **more,
         )
-        runs: list[FlowRun] = []
-        while True:
-            page = self._client.read_flow_runs(flow_run_filter=with_tag, limit=_PAGE, offset=len(runs))
-            runs += page
-            if len(page) < _PAGE:
-                return runs
+        return read_all(self._client.read_flow_runs, flow_run_filter=with_tag)
 
     def _may_start(self, run: FlowRun) -> bool:
         if run.run_count:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from pathlib import Path
 from queue import Empty
-from typing import Any
+from typing import Any, TypeVar
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events import emit_event
@@ -31,7 +31,9 @@ from ckpt_tasks.format.parsing import finite_json
 from ckpt_tasks.format.records import Checkpoint
 
 _log = logging.getLogger("ckpt_tasks")
+_Found = TypeVar("_Found")
 _MOST_TEXT = 2000
+_PAGE = 200  # The server's limit for one answer.
 _END_S, _STOPPED_S = 20.0, 3.0
 _AWAY_S, _ANSWER_S = 30.0, 5.0
 _LOOK_S, _LOOK_AGAIN_S = 0.05, 1.0
@@ -129,6 +131,16 @@ def client_without_retries(timeout_s: float) -> Iterator[SyncPrefectClient]:
         get_client(httpx_settings={"timeout": timeout_s}, sync_client=True) as client,
     ):
         yield client
+
+
+def read_all(read: Callable[..., list[_Found]], **asked: Any) -> list[_Found]:
+    """Return everything that a reading method of a Prefect client finds, page by page."""
+    found: list[_Found] = []
+    while True:
+        page = read(**asked, limit=_PAGE, offset=len(found))
+        found += page
+        if len(page) < _PAGE:
+            return found
 
 
 def _answers_within(patience_s: float) -> bool:

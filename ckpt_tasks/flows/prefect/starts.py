@@ -39,12 +39,11 @@ from prefect.states import Cancelled, Crashed, Pending
 from ckpt_tasks.checkpoint.restore.reading import run_of
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError
 from ckpt_tasks.flows.prefect.config import config_of_run
-from ckpt_tasks.flows.prefect.events import absolute, client_without_retries
+from ckpt_tasks.flows.prefect.events import absolute, client_without_retries, read_all
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.ownership import identify, why_free
 
 _ANSWER_S = 10.0
-_PAGE = 200  # The server's limit for one answer.
 _log = logging.getLogger("ckpt_tasks")
 
 
@@ -84,7 +83,7 @@ def crash_lost_trainings(client: SyncPrefectClient) -> list[str]:
     )
     named = FlowFilter(name=FlowFilterName(any_=["train"]))
     lost = []
-    for run in client.read_flow_runs(flow_filter=named, flow_run_filter=wanted, limit=_PAGE):
+    for run in read_all(client.read_flow_runs, flow_filter=named, flow_run_filter=wanted):
         if why := _why_lost(run):
             client.set_flow_run_state(run.id, Crashed(message=f"{why[0].upper()}{why[1:]}."))
             lost.append(run.name)
@@ -137,17 +136,9 @@ def _forget_retry(run_id: UUID) -> None:
 
 def _unfinished(client: SyncPrefectClient, run: UUID) -> list[TaskRun]:
     alive = TaskRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED])
-    unfinished: list[TaskRun] = []
-    while True:
-        page = client.read_task_runs(
-            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run])),
-            task_run_filter=TaskRunFilter(state=TaskRunFilterState(type=alive)),
-            limit=_PAGE,
-            offset=len(unfinished),
-        )
-        unfinished += page
-        if len(page) < _PAGE:
-            return unfinished
+    of_run = FlowRunFilter(id=FlowRunFilterId(any_=[run]))
+    with_state = TaskRunFilter(state=TaskRunFilterState(type=alive))
+    return read_all(client.read_task_runs, flow_run_filter=of_run, task_run_filter=with_state)
 
 
 def flow_run_to_go_on(config: CheckpointConfig, parameters: Mapping[str, Any]) -> FlowRun | None:
@@ -188,7 +179,7 @@ def leave_to_follower(url: str, suite: str) -> None:
     )
     try:
         with get_client(sync_client=True) as client:
-            for run in client.read_flow_runs(flow_run_filter=at_work, limit=_PAGE):
+            for run in read_all(client.read_flow_runs, flow_run_filter=at_work):
                 earlier = (run.expected_start_time, run.id) < (mine.expected_start_time, mine.id)
                 if earlier and run.parameters.get("suite") == suite and _evaluated_url(run.parameters) == url:
                     why = f"{run.name} is at work"

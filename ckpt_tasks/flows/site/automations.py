@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ckpt_tasks.flows.prefect.early_stop import RESUMED
+from ckpt_tasks.flows.prefect.events import read_all
 from ckpt_tasks.flows.site import TAG
 
 PREFIX = "ckpt-tasks: "
 # The server returns at most this many objects in one answer.
-_PAGE = 200
 
 _BEATS = 3  # A flow run that misses this many heartbeats counts as dead.
 _RESUME_AFTER_S = 20  # Until then others may act on the crash: a worker that retries, or a person.
@@ -150,14 +150,6 @@ def apply(automations: Sequence[AutomationCore]) -> list[Outcome]:
     return outcomes
 
 
-def read_automations(client: SyncPrefectClient) -> list[Automation]:
-    """Read all automations of Prefect's server, page by page."""
-    automations: list[Automation] = []
-    while page := client.read_automations(limit=_PAGE, offset=len(automations)):
-        automations += page
-    return automations
-
-
 def remove() -> list[Outcome]:
     """Remove all automations of this project."""
     with get_client(sync_client=True) as client:
@@ -206,7 +198,7 @@ def _load(name: str) -> Block:
 
 def _ours(client: SyncPrefectClient) -> dict[str, list[Automation]]:
     ours: dict[str, list[Automation]] = {}
-    for automation in read_automations(client):
+    for automation in read_all(client.read_automations):
         if automation.name.startswith(PREFIX):
             ours.setdefault(automation.name, []).append(automation)
     return ours
