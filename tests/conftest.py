@@ -29,7 +29,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.servers.s3 import BUCKETS
-from tests.support import interpreters, workers
+from tests.support import interpreters, processes, workers
 
 # Servers, each started by the first test that asks for it.
 pytest_plugins = ["tests.servers.fixtures", "tests.servers.prefect"]
@@ -88,11 +88,10 @@ _MANY_OBJECTS = 20_000  # looked through in some 1 ms, as a step of a training d
 _SERVERS = ("prefect_home", "ministack")  # fixtures of servers that take long to start
 _PARSED = "tests/conventions/"  # its tests read all sources, which takes seconds in each process
 _UNKNOWN_S, _SHORT_S = 100.0, 3.0  # what a file may take that has not run yet; what fills up a share
-_DURATIONS = Path(__file__).with_name("durations.json")  # file of tests → seconds, of the last run that kept them
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    told = f"keep how long each file took in {_DURATIONS.name}: with several workers the longest begin first"
+    told = "keep how long each file took in tests/durations*.json: with several workers the longest begin first"
     parser.addoption("--keep-durations", action="store_true", help=told)
 
 
@@ -112,7 +111,7 @@ def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     read all sources. The shares take alike, by what is known of their files, and begin with what takes longest: at the
     end nobody has much left.
     """
-    took = json.loads(_DURATIONS.read_text(encoding="utf-8"))
+    took = json.loads(_durations(any(item.get_closest_marker("slow") for item in items)).read_text(encoding="utf-8"))
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)
@@ -146,6 +145,11 @@ def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     return dealt + short
 
 
+def _durations(slow: bool) -> Path:
+    """Return the file with the seconds that each file of tests took when they were last kept."""
+    return Path(__file__).with_name("durations_all.json" if slow else "durations.json")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         interpreters.share()
@@ -159,16 +163,19 @@ class _Durations:
 
     def __init__(self) -> None:
         self._took: dict[str, float] = {}
+        self._slow = False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._slow |= "slow" in report.keywords
         file = report.nodeid.partition("::")[0]
         self._took[file] = self._took.get(file, 0.0) + report.duration
 
     def pytest_sessionfinish(self) -> None:
-        before = json.loads(_DURATIONS.read_text(encoding="utf-8"))
-        there = {file: took for file, took in before.items() if (_DURATIONS.parents[1] / file).exists()}
+        kept = _durations(self._slow)
+        before = json.loads(kept.read_text(encoding="utf-8"))
+        there = {file: took for file, took in before.items() if (kept.parents[1] / file).exists()}
         whole = there | {file: round(took, 1) for file, took in self._took.items()}
-        _DURATIONS.write_text(json.dumps(dict(sorted(whole.items())), indent=0) + "\n", encoding="utf-8")
+        kept.write_text(json.dumps(dict(sorted(whole.items())), indent=0) + "\n", encoding="utf-8")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -267,6 +274,17 @@ def _no_snapshots_left(_temporary: None, tmp_path_factory: pytest.TempPathFactor
     for place in Path(_MEMORY).glob(f"{_IN_MEMORY}*"):
         shutil.rmtree(place, ignore_errors=True)  # a process that was being killed wrote while it was removed
     assert [str(place) for place in Path(_MEMORY).glob(f"{_IN_MEMORY}*")] == []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_processes_left(_temporary: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Leave no process at work in a directory of this session: it would write there, and slow down what comes next."""
+    yield
+    until_s = time.monotonic() + 30
+    ours = (f"{_MEMORY}/{_IN_MEMORY}", str(tmp_path_factory.getbasetemp()))
+    while (left := processes.in_directory(*ours)) and time.monotonic() < until_s:
+        time.sleep(0.1)  # What was told to end is ending.
+    assert left == {}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ from ckpt_tasks import Checkpoint, open_run
 from ckpt_tasks.checkpoint.restore.reading import Run
 from ckpt_tasks.errors import CkptError
 from tests.servers.process import free_port
+from tests.support import processes
 
 __all__ = ["ROOT", "Site", "Step"]
 
@@ -82,7 +83,7 @@ class Site:
 
     def __exit__(self, *error: object) -> None:
         for run in self.flow_run_ids():
-            self.kill_all(self.engines(run))
+            processes.kill(self.engines(run))
         for process in (self.worker, self.server):
             if process is not None:
                 with suppress(ProcessLookupError):
@@ -107,21 +108,9 @@ class Site:
         os.kill(process.pid, signum)
         process.wait(60)
 
-    def kill_all(self, pids: Sequence[int]) -> None:
-        """Kill processes, the last of them first; those that are gone by then are no error."""
-        for pid in reversed(pids):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
     def engines(self, flow_run: UUID) -> list[int]:
         """List the processes of one flow run, the one that computes last."""
-        wanted = f"PREFECT__FLOW_RUN_ID={flow_run}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError):
-                if entry.name.isdecimal() and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-        return sorted(found)
+        return [*processes.with_variable(f"PREFECT__FLOW_RUN_ID={flow_run}")]
 
     # ── what is done at it ───────────────────────────────────────────────────────────────────────────────────
 

@@ -12,6 +12,7 @@ from ckpt_tasks.checkpoint.transfer.comparison import compare_checkpoints
 from ckpt_tasks.run.ledger.timeline import read_timeline
 from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from tests.e2e.site import Site
+from tests.support import processes
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def test_whatever_happens_to_a_gang(site: Site, ranks: int) -> None:
     run = train(site, name, ranks, plan=plan, folder=str(site.home), seed=0)
     site.until_step(name, 140, seconds=900)
     site.kill(site.server)
-    site.kill_all(site.engines(run))
+    processes.kill(site.engines(run))
     site.kill(site.worker)
     site.start_server()
     site.start_worker()

@@ -15,6 +15,7 @@ from ckpt_tasks.flows.prefect.blocks import CheckpointStore
 from tests.e2e.site import Site
 from tests.servers.process import token
 from tests.servers.s3 import S3Server
+from tests.support import processes
 
 STEPS = 60
 
@@ -46,7 +47,7 @@ def test_a_store_that_is_away_is_waited_for(site: Site, place: str, ministack: S
     run = site.train("away", STEPS, place=place, what="wait", at=25, marker=str(go))
     site.until(lambda: len(site.steps("away")) >= 24, 240, "the run is in step 25")
     with silent(ministack):
-        site.kill_all(site.engines(run))
+        processes.kill(site.engines(run))
         site.until(lambda: site.states(run).count("Crashed") >= 2, 600, "the next start has crashed")
     go.touch()
     site.until_state(run, "Completed", seconds=400)

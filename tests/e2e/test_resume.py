@@ -16,6 +16,7 @@ from prefect.states import AwaitingRetry, Crashed, Suspended
 from ckpt_tasks.checkpoint.transfer.comparison import compare_checkpoints
 from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from tests.e2e.site import Site
+from tests.support import processes
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def train_whatever_happens(site: Site) -> None:
     evicted = site.engines(runs["evicted"])
     os.kill(evicted[0], signal.SIGTERM)
     site.until(lambda: "AwaitingRetry" in site.states(runs["evicted"]), 60, "the evicted run is scheduled again")
-    site.kill_all(evicted)  # the grace was too short
+    processes.kill(evicted)  # the grace was too short
     with site.client() as client:
         client.set_flow_run_state(runs["suspended"], Suspended(timeout_seconds=600))
     again = site.execute(runs["doubled"])
@@ -172,7 +173,7 @@ def test_the_worker_dies(site: Site) -> None:
         until_waiting(site, name)
     started = {name: engine(site, run) for name, run in runs.items()}
     site.kill(site.worker)
-    site.kill_all(site.engines(runs["abandoned"]))
+    processes.kill(site.engines(runs["abandoned"]))
     killed_s = time.time()
     for name in runs:
         let_go(site, name)

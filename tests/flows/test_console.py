@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from ckpt_tasks.run.ledger.ownership import acquire, identify
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import process_start
 from tests.servers.process import free_port
+from tests.support import processes
 from tests.support.ledgers import is_released
 from tests.support.sweeps import quick_first
 from tests.support.waiting import until
@@ -83,24 +84,14 @@ class Runs:
 
     def servers(self) -> list[int]:
         """Return the ids of the servers that live in our Prefect home."""
-        found = []
-        for place in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (place / "environ").read_bytes().split(b"\0")
-                ours = f"PREFECT_HOME={self._place}".encode() in environment
-                if ours and b"create_app" in (place / "cmdline").read_bytes():
-                    found.append(int(place.name))
-            except OSError:
-                continue
-        return found
+        ours = processes.with_variable(f"PREFECT_HOME={self._place}")
+        return [pid for pid, command in ours.items() if "create_app" in command]
 
     def end(self) -> None:
         for process in self._started:
             if process.poll() is None:
                 process.kill()
-        for server in self.servers():  # before communicate: an orphan may hold the pipe
-            with suppress(ProcessLookupError):
-                os.kill(server, signal.SIGKILL)
+        processes.kill(self.servers())  # before communicate: an orphan may hold the pipe
         for process in self._started:
             process.communicate()
 

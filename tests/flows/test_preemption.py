@@ -23,6 +23,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.flows.train import train
 from tests.flows.gated import delayed, own, retried, timed
+from tests.support import processes
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -134,13 +135,7 @@ class Attempt:
 
     def engines(self) -> list[int]:
         """List the processes of this flow run."""
-        wanted = f"PREFECT__FLOW_RUN_ID={self.run}".encode()
-        pids = []
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError):
-                if entry.name.isdecimal() and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    pids.append(int(entry.name))
-        return sorted(pids)
+        return [*processes.with_variable(f"PREFECT__FLOW_RUN_ID={self.run}")]
 
     @property
     def trained(self) -> list[int]:

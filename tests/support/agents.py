@@ -16,6 +16,7 @@ from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.flows.gang.gang_session import GangSession
 from ckpt_tasks.flows.gang.processes import Gang
+from tests.support import processes
 from tests.support.parallel import Parallel
 
 PARALLEL = "tests.support.parallel:Parallel"
@@ -79,15 +80,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def left(mark: str) -> list[str]:
-    """Return the processes with this mark in their environment; a zombie has none."""
-    found = []
-    for process in Path("/proc").iterdir():
-        with suppress(OSError):
-            if process.name.isdecimal() and f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(
-                b"\0"
-            ):
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-    return found
+    """Return the commands of the processes with this mark in their environment."""
+    return [*processes.with_variable(f"{MARK}={mark}").values()]
 
 
 def trained(run_dir: Path, *, kind: str = "ddp") -> tuple[int, dict[str, Any], list[str]]:

@@ -6,10 +6,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +24,9 @@ from ckpt_tasks.flows.prefect.config import config_of_run
 from ckpt_tasks.flows.session.local_session import build_program
 from ckpt_tasks.storage.secrets import SECRET_OPTIONS
 from tests.servers.process import free_port
+from tests.support import processes
 
 ROOT = Path(__file__).parents[3]
-PREFECT = str(Path(sys.prefix, "bin", "prefect"))
 YAML: dict[str, Any] = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())
 
 
@@ -145,6 +143,4 @@ def test_the_page_works_as_it_stands(tmp_path: Path) -> None:
         once_more = subprocess.run(again, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
         assert "A server answers already" in once_more.stdout, once_more.stderr
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(shell.pid, signal.SIGKILL)  # with the worker
-        subprocess.run([PREFECT, "server", "stop"], env=environment, capture_output=True, check=False)
+        processes.kill(processes.with_variable(f"HOME={tmp_path}"))  # the server, the worker and its flow runs too

@@ -16,6 +16,7 @@ import pytest
 
 from ckpt_tasks.errors import SiteError
 from ckpt_tasks.flows.site.site_parts import Site, SiteProcess, end_all, read_site, site_processes, write_site
+from tests.support import processes
 from tests.support.waiting import until
 
 DEAF = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); sys.stdin.read()"
@@ -69,7 +70,8 @@ def test_a_flow_run_is_found_although_its_worker_is_gone() -> None:
                 found.append([int(pid) for pid in process.stdout.readline().split()])
             dead.kill()
             dead.wait()
-            until(lambda: len(_marked(mark)) == 5)  # a process that is becoming another program shows no mark
+            # A process that is becoming another program shows no mark.
+            until(lambda: len(processes.with_variable(mark)) == 5)
             workers, runs = site_processes(mark)
             assert [one.pid for one in workers] == [worker.pid]
             assert sorted((one.flow_run_id, one.top.pid, one.trains.pid) for one in runs) == [
@@ -80,14 +82,6 @@ def test_a_flow_run_is_found_although_its_worker_is_gone() -> None:
         finally:
             for group in (worker, dead):
                 os.killpg(group.pid, signal.SIGKILL)
-
-
-def _marked(mark: str) -> list[Path]:
-    marked = []
-    for place in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            marked += [place] if mark.encode() in place.read_bytes() else []
-    return marked
 
 
 def test_the_file_says_what_was_started(tmp_path: Path) -> None:

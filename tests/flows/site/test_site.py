@@ -25,6 +25,7 @@ from ckpt_tasks.errors import CheckpointNotFoundError, SiteError
 from ckpt_tasks.flows.site.prefect_server import answers, make_password, read_password
 from ckpt_tasks.flows.site.site_parts import SiteProcess, read_site
 from tests.servers.process import free_port
+from tests.support import processes
 from tests.support.waiting import until
 
 PATIENCE_S = 240.0
@@ -116,14 +117,7 @@ class Shell:
 
     def processes(self) -> list[str]:
         """Return the commands of the processes that live in our Prefect home."""
-        found = []
-        for place in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"PREFECT_HOME={self.home}".encode() in (place / "environ").read_bytes().split(b"\0"):
-                    found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
-                continue
-        return found
+        return [*processes.with_variable(f"PREFECT_HOME={self.home}").values()]
 
 
 def _holds(path: Path, text: str) -> bool:
