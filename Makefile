@@ -101,7 +101,7 @@ format: install ## rewrite the sources as `check` wants them
 	$(BIN)/ruff check --fix .
 
 test: told check $(SERVERS_STAMP) ## check, then every test that is not marked slow and needs no framework of others
-	@echo "tests: some 4,000, which take some 10 minutes on two cores"
+	@echo "tests: some 3,700, which take 6 to 10 minutes on two cores"
 	REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not framework" $(ARGS)
 
 told:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -75,10 +75,13 @@ class Site:
         self.worker: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self.start_server()
-        self.prefect("work-pool", "create", "ckpt-tasks", "--type", "process")
-        self.prefect("--no-prompt", "deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
-        self.python("-m", "deployments.automations", "apply")
+        with ExitStack() as started:
+            started.push(self)  # What has been started ends, should the rest fail.
+            self.start_server()
+            self.prefect("work-pool", "create", "ckpt-tasks", "--type", "process")
+            self.prefect("--no-prompt", "deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
+            self.python("-m", "deployments.automations", "apply")
+            started.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
