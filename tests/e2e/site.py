@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Self
 from urllib.request import urlopen
 from uuid import UUID
 
-import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.settings import (
@@ -85,12 +84,9 @@ class Site:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for run in self.flow_run_ids():
-            processes.kill(self.engines(run))
+        processes.kill(processes.with_variable(f"PREFECT_HOME={self.environment['PREFECT_HOME']}"))
         for process in (self.worker, self.server):
             if process is not None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait(30)
 
     # ── its parts ────────────────────────────────────────────────────────────────────────────────────────────
@@ -182,14 +178,6 @@ class Site:
         """Read a flow run."""
         with self.client() as client:
             return client.read_flow_run(flow_run)
-
-    def flow_run_ids(self) -> list[UUID]:
-        """List all flow runs."""
-        try:
-            with self.client() as client:
-                return [one.id for one in client.read_flow_runs()]
-        except httpx.HTTPError:
-            return []
 
     def state(self, flow_run: UUID) -> State:
         """Return the state of a flow run."""

@@ -28,8 +28,6 @@ from ckpt_tasks.flows.prefect.events import read_all
 from ckpt_tasks.flows.site import TAG
 
 PREFIX = "ckpt-tasks: "
-# The server returns at most this many objects in one answer.
-
 _BEATS = 3  # A flow run that misses this many heartbeats counts as dead.
 _RESUME_AFTER_S = 20  # Until then others may act on the crash: a worker that retries, or a person.
 _GIVEN_UP_AFTER_S = 60  # By then the other automation has resumed the flow run.

@@ -100,7 +100,7 @@ def test_a_second_start(run_dir: Path, tmp_path: Path) -> None:
 def test_a_training_without_a_site_is_not_running_for_ever(run_dir: Path) -> None:
     """P73: the next start, `ckpt up` and the doctor mark it as crashed once its process is gone, and not before.
 
-    So does it for 201 of them, where one answer of the server names 200 flow runs.
+    They mark 201 such trainings, although one answer of the server names 200 flow runs at most.
     """
     with get_client(sync_client=True) as client:
 
